@@ -1,9 +1,9 @@
 """The settings and parameters that code written for TRL and transformers passes to a trainer, read into ours.
 
-Their settings objects are recognised by their class without an import, and read field by field. A field counts as set
-if it differs from that library's default; one that we lack is refused if it was set. Where defaults differ, theirs are
-taken over (`TAKEN_OVER`), or not (`DIFFERENT` says what happens instead). Trainer parameters that only theirs have go
-into the settings if they are settings here, are accepted if without effect, and are otherwise refused with a remedy.
+Settings objects of other libraries are recognised by the name of their class, without an import. A field counts as set
+if it differs from that library's default; a set field that we lack is refused. Where defaults differ, we take theirs
+over (`TAKEN_OVER`) or keep ours (`DIFFERENT` says what happens). A parameter that only their trainers have goes into
+the settings if it is a setting here, is accepted if it has no effect, and is otherwise refused with a remedy.
 """
 
 import inspect
@@ -54,8 +54,7 @@ Settings = TypeVar("Settings", bound=TrainSettings)
 
 
 def settings_of(settings: Any, ours: type[Settings]) -> Settings:
-    """Return the settings as our class `ours`, converted if of another library; TypeError or ValueError if
-    impossible."""
+    """Return the settings as an instance of `ours`; TypeError or ValueError if they cannot be converted."""
     if settings is None:
         return ours()
     if isinstance(settings, ours):

@@ -1,6 +1,6 @@
 """The handling of options that Unsloth's loaders have and ours lack: which values are accepted, since they change
 nothing here, and which are refused. Also the choice of engine and device. Supported options are parameters of
-`loader.FastLanguageModel`. Needs no library, so that wrong values are refused before torch is imported."""
+`loader.FastLanguageModel`. It needs no library, so that wrong values are refused before torch is imported."""
 
 import re
 from dataclasses import dataclass

@@ -199,7 +199,7 @@ class EpisodeSettings:
 @dataclass(kw_only=True)
 class StrategySettings:
     """Options that choose the groups of an update and when they are trained; none of these is in TRL. The number of
-    steps and of groups in a step stays the same. Some use up rows faster, and `epoch` counts the rows used."""
+    steps and of groups in a step stays the same. Some options use up rows faster, and `epoch` counts the rows used."""
 
     dynamic_sampling_rounds: int = 0
     """Maximum extra sampling rounds per step, which replace groups without signal; 0 turns it off."""

@@ -253,7 +253,7 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         super().__setattr__(name, field_value(type(self), name, value))
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value in effect for an option that is not a field; callbacks of other libraries read some."""
+        """Return the value in effect for an option that is not a field; other libraries' callbacks read some."""
         fixed = type(self).unsupported.get(name)
         if fixed is None:
             advice = "; set the fields themselves" if name.startswith("set_") else suggestion(
@@ -275,8 +275,7 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         return max(1, math.ceil(self.num_train_epochs * rows / self.batch_size))
 
     def epochs_of(self, rows: int | None) -> int:
-        """Return how many passes over `rows` rows a run begins, as transformers counts; for a stream the maximum
-        int."""
+        """Return how many passes over `rows` rows a run begins, as transformers counts; sys.maxsize for a stream."""
         if rows is None or self.max_steps <= 0:
             return sys.maxsize if rows is None else math.ceil(self.num_train_epochs)
         return math.ceil(self.max_steps / replace(self, max_steps=-1, num_train_epochs=1).total_steps(rows))

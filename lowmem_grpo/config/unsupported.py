@@ -90,7 +90,7 @@ def is_off(value: Any) -> bool:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean A or B?" with the known names that are nearly this one, or an empty text."""
+    """Return "; did you mean A or B?" with the known names most like this one; "" if none is similar."""
     close = difflib.get_close_matches(name, known, n=2)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 

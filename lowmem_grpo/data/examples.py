@@ -25,8 +25,7 @@ NEW_TURN = {"add_generation_prompt": True, "continue_final_message": False}  # e
 
 @dataclass
 class Example(Prompt):
-    """A usable row: `ids` before the first trained token, `completion_ids` (C,) from there to the last trained
-    token."""
+    """A usable row: `ids` before the first trained token, `completion_ids` (C,) from it to the last trained token."""
 
     completion_ids: list[int] = field(default_factory=list)
     trained: list[bool] | None = None  # (C,) mask of the trained completion tokens; None for all
@@ -123,7 +122,7 @@ class ExampleEncoder(PromptEncoder):
         return chat_text(self.tokenizer, messages, self.options(row) | CLOSED)
 
     def behind(self, rendered: str, row: dict[str, Any]) -> str:
-        """Return the text after the prompt's text `rendered`; DataError if the prompt renders differently before it."""
+        """Return the text after the prompt `rendered`; DataError if the completion changes the prompt's rendering."""
         *prompt, last = row["prompt"]
         said = row["completion"]
         answer = {"role": "assistant", "content": said} if isinstance(said, str) else said[0]

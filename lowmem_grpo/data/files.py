@@ -1,5 +1,5 @@
-"""Datasets from a user's files or from the hub. The `datasets` library is imported only when it reads, so that a
-missing, empty or broken file is refused at once."""
+"""Datasets from a user's files or from the hub. The `datasets` library, slow to import, is imported only to read rows,
+so that a missing, empty or broken file is refused at once."""
 
 import codecs
 import csv
@@ -162,8 +162,8 @@ def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt"
 
 def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any:
     """Return all rows of a jsonl, json, csv or parquet file, or a split of a dataset on the hub. "OWNER/NAME:CONFIG"
-    selects a configuration. OSError if the rows are missing or cannot be read, ValueError for a dataset that the hub
-    lacks."""
+    selects a configuration. OSError if the rows are missing or cannot be read, ValueError if the hub lacks the
+    dataset."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 

@@ -4,7 +4,7 @@
     bfd_split   as bfd, but the rest of a row that is too long becomes a row of its own
     wrapped     all tokens concatenated and cut every `max_length` tokens; a row attends to the rows before it
 
-With the first two, the rows of a pack do not attend to each other.
+With `bfd` and `bfd_split`, the rows of a pack do not attend to each other.
 """
 
 import logging

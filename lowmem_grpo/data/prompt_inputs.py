@@ -1,7 +1,7 @@
 """Converts users' prompts and chat messages to text and token ids.
 
-Arrow (datasets, parquet) gives all dicts of a column the same keys, and None for keys that a dict did not have, which
-chat templates write out or refuse. Such keys are dropped at any depth, as TRL's `remove_none_values` does.
+Arrow (datasets, parquet) gives all dicts of a column the same keys, with None for keys that a dict did not have. Chat
+templates write such keys out or refuse them, so they are dropped at any depth, as in TRL's `remove_none_values`.
 """
 
 import json
@@ -175,14 +175,14 @@ def with_functions(message: Any, form: Callable[[Any], Any]) -> Any:
 
 
 def with_object(function: Any) -> Any:
-    """Return a function whose arguments, if JSON text, are parsed to an object."""
+    """Return a tool call's function with its arguments parsed to an object if they are JSON text."""
     with suppress(TypeError, ValueError, RecursionError):  # an object already, or no JSON that can be read
         return {**function, "arguments": json.loads(function.get("arguments") or "{}")}
     return function
 
 
 def with_text(function: Any) -> Any:
-    """Return a function whose arguments, if an object, are dumped to JSON text."""
+    """Return a tool call's function with its arguments dumped to JSON text if they are an object."""
     arguments = function.get("arguments")
     return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)} \
         if isinstance(arguments, Mapping) else function

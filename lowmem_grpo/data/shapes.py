@@ -178,8 +178,8 @@ def columns_of_row(example: Example | Examples) -> dict[str, list[int]]:
 
 
 def own_columns(dataset: Any, places: list[int]) -> Dataset | None:
-    """Return the rows at `places` without their token columns; None if no other columns are left. From a dataset that
-    is a list, columns that Arrow cannot hold are left out."""
+    """Return the rows at `places` without their token columns; None if that leaves no column. From a dataset that is a
+    list, columns that Arrow cannot hold are left out."""
     if comes_from(dataset, "datasets", "Dataset"):
         kept = dataset.with_format(None).select(places)
         kept = kept.remove_columns([name for name in ("input_ids", "labels", *MASKS) if name in kept.column_names])

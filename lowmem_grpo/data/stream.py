@@ -9,7 +9,7 @@ text parts becomes one text (`data/prompt_inputs.py`). Classes of other librarie
 names, so that no library is imported.
 
 The position of a run on a stream is the number of rows drawn. To resume, the stream is restarted and rows are skipped
-up to that position, so it must give the same rows in the same order.
+up to that position, so the stream must give the same rows in the same order.
 """
 
 import logging
@@ -175,7 +175,7 @@ class StreamSource(PromptSource):
 def source_of(
     dataset: Any, encoder: PromptEncoder, seed: int, shuffle: bool = True, pools: DifficultyPools | None = None
 ) -> PromptSource:
-    """Return the source of prompts for a dataset that `rows_of` returned: a StreamSource for a Stream."""
+    """Return the prompt source of a dataset from `rows_of`: a StreamSource for a Stream, else a PromptSource."""
     kind = StreamSource if isinstance(dataset, Stream) else PromptSource
     return kind(dataset, encoder, seed, shuffle, pools)
 

@@ -90,7 +90,7 @@ def usable(group: RolloutGroup) -> bool:
 
 
 def pack(kind: str, values: Sequence[float]) -> str:
-    """Encode numbers as base64 text, bit for bit."""
+    """Encode numbers exactly, as base64 text."""
     numbers: array[Any] = array(kind, values)
     return base64.b64encode(numbers.tobytes()).decode()
 

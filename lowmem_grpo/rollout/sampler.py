@@ -32,7 +32,7 @@ class Player(Protocol):
 
 
 class Overlap(Protocol):
-    """Training on complete groups while others are sampled."""
+    """The interface of objects that train on complete groups while other groups are sampled."""
 
     def start_step(self, prompts: list[Prompt], calls: RewardBatch) -> None: ...  # `calls` score the groups
 
@@ -57,8 +57,7 @@ class Sampler:
         self.said_padding = False  # True once the log says that ids without a text were sampled
 
     def renew(self) -> None:
-        """Get the model's engine again, because another model may have closed it: a process has only one vLLM
-        engine."""
+        """Get the model's engine again: a process has only one vLLM engine, and another model may have closed it."""
         if self.is_callers or self.engine.name != "vllm":
             return
         engine = self.model.engine(self.policy, self.tokenizer)

@@ -140,7 +140,7 @@ class Scoring:
                 )
 
     def mark_unjudged(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
-        """Mark groups in which a required function returned None; return how often each such function did."""
+        """Mark groups in which a required function returned None; return how often each required function did."""
         missing = {name: [value is None for value in scores.returned[name]] for name in self.scorer.required}
         start = 0
         for group in groups:

@@ -209,7 +209,8 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def logs(function: Any) -> bool:
-    """Return whether a reward function takes `log_metric` or `log_extra`; True for callable objects, which may."""
+    """Return whether a reward function takes `log_metric` or `log_extra`; True for callable objects, which may do
+    so."""
     named = inspect.signature(function).parameters if inspect.isfunction(function) else ["log_metric"]
     return "log_metric" in named or "log_extra" in named
 

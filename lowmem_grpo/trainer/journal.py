@@ -25,7 +25,7 @@ LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skippe
 
 
 class Journal:
-    """Record the completions of every step; return a line to log every `logging_steps` and at the last step."""
+    """Records the completions of every step; returns a line to log every `logging_steps` and at the last step."""
 
     def __init__(
         self, state: TrainerState, records: RunRecords, settings: Any, alarms: Alarms | None = None, prints: bool = True

@@ -85,7 +85,7 @@ class OverlappedTraining:
         self.join_worker()
 
     def join_worker(self) -> None:
-        """Wait for the worker's current micro-batch; leave the micro-batches that it has not begun to the update."""
+        """Wait for the worker's current micro-batch; leave those that the worker has not begun to the update."""
         with self.dropping_on_error():
             self.batches.extendleft([batch for batch, job in reversed(self.jobs) if job.cancel()])
             self.collect_jobs(wait=True)

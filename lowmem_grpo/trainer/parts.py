@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """A model with LoRA, its tokenizer, its policy, which computes log-probabilities, and the ranks that train it."""
+    """A model with LoRA, its tokenizer, its policy (which computes log-probabilities), and the ranks that train it."""
 
     model: FastPeftModel
     tokenizer: Any

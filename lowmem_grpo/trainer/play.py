@@ -214,7 +214,7 @@ def episode_settings(config: GRPOConfig) -> dict[str, Any]:
 
 
 def typed_calls(text: str) -> list[ToolCall]:
-    """Return the tool calls in a person's text, one per line, `name(key=value)`; text without any is an answer."""
+    """Return the tool calls in a person's text, one per line, `name(key=value)`; a text without calls is an answer."""
     lines = [line.strip() for line in text.splitlines()]
     return [call for line in lines if TYPED.fullmatch(line) for call in python_calls(line, {})]
 

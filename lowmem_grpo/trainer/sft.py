@@ -216,8 +216,8 @@ def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[Rollo
 @dataclass(frozen=True)
 class Predictions:
     """The user's functions `compute(EvalPrediction)`, which returns metrics from the logits of all evaluation rows, and
-    `preprocess(logits, labels)` (or None), which reduces a row's logits first. These are the only full logits that a
-    trainer holds: (T, V) of one row on the device, those of all rows on the host."""
+    `preprocess(logits, labels)` (or None), which reduces a row's logits first. Only here does a trainer hold full
+    logits: (T, V) of one row on the device, those of all rows on the host."""
 
     compute: Callable[[EvalPrediction], Mapping[str, float]]
     preprocess: Callable[[Tensor, Tensor], Any] | None = None

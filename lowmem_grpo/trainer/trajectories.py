@@ -159,7 +159,7 @@ class TrajectoryTrainer(Trainer):
                 "tokens_per_second": tokens / max(now - began, 1e-9)}
 
     def to_check(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return only those rollouts that can match the trainer: drawn by the current policy at its own temperature."""
+        """Return the groups with only the rollouts that can match the trainer: of this policy, at its temperature."""
         version = self.state.policy_version
         return [replace(group, rollouts=[rollout for rollout in group.rollouts if all(
             turn.exact and turn.policy_version == version for turn in rollout.turns)]) for group in groups]

@@ -106,7 +106,7 @@ class Check:
 
     @property
     def finds(self) -> str:
-        """The kind of fault that it finds: the first sentence of its function's docstring."""
+        """The kind of fault that the check finds: the first sentence of its function's docstring."""
         told = " ".join((self.look.__doc__ or "").split()).partition(". ")[0]
         return told.removeprefix("Find ").removeprefix("that ").removesuffix(".")
 

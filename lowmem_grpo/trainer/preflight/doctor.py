@@ -107,7 +107,7 @@ def look_at_versions(checkup: Checkup) -> None:
 
 
 def absent(name: str) -> str:
-    """Return the version text of a library that is not installed; this package itself may be used from its folder."""
+    """Return the version text of a library that is not installed. This package may be used uninstalled."""
     if name == PACKAGE:
         return f"{__version__} (not installed: used from its folder)"
     return "missing" if name in NEEDED else "not installed"

@@ -111,7 +111,7 @@ def written_by_policy(renderer: Renderer, transition: Transition, written: str) 
 
 
 def no_tool_support(renderer: Renderer, messages: Sequence[Message] = (QUESTION,)) -> RendererError | None:
-    """Return an error that says why a run with these tools cannot begin; None if it can."""
+    """Return an error that says why a run with the renderer's tools cannot begin; None if it can begin."""
     if refused := tried(renderer, OF_TOOLS[0]).refused:
         return refused
     names = [str(tool.get("function", tool).get("name")) for tool in renderer.template.tools or []]
