@@ -48,8 +48,7 @@ class WarmUp:
     """Fields of SFTConfig. They override the run's values of the fields in SHARED."""
 
     def trainer(self, model: FastPeftModel, setup: Setup) -> SFTTrainer:
-        """Return the warm-up's trainer. It has the run's values of the fields in SHARED unless `settings` has
-        others."""
+        """Return the warm-up's trainer. It takes the fields in SHARED from the run unless `settings` has them."""
         config = setup.config
         shared = {name: getattr(config, name) for name in SHARED}
         settings = SFTConfig(**({"save_strategy": "no"} | shared | self.settings | {

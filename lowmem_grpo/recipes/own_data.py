@@ -1,8 +1,8 @@
 """Read your own rows for a recipe, turn them into prompts and answers, and split them into training and test rows.
 
 A hash of a prompt's text without its system prompt decides whether the row is held out. So the same prompt is never on
-both sides, whatever its case, spacing and system prompt. Adding, removing or reordering rows moves no other row,
-except in files of a few rows, where one side would be empty.
+both sides, whatever its case, spacing and system prompt. Adding, removing or reordering rows moves no other row to the
+other side, except in small files, where one side would otherwise be empty.
 """
 
 import logging

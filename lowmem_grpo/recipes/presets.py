@@ -46,7 +46,7 @@ Presets = dict[str, Preset]  # by size in GiB, or CPU; a recipe with only a CPU 
 
 
 def on_cards(context: int) -> Presets:
-    """Return the usual presets of all sizes of cards, with `context` tokens of prompt and completion together."""
+    """Return the usual presets for all card sizes, with `context` tokens for prompt and completion together."""
     return {
         "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
         "24": Preset("Qwen/Qwen2.5-3B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),

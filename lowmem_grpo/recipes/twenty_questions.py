@@ -145,7 +145,7 @@ def question_of(limit: int) -> str:
 
 
 def truth(number: str, question: str) -> str:
-    """Return the right answer about a number; ValueError for a question of another form."""
+    """Return the right answer about a number; ValueError for a question that is not `Is it above N?`."""
     limit = limit_in(question)
     if limit is None:
         raise ValueError(f"{question!r} is not of the form 'Is it above N?'")

@@ -33,7 +33,7 @@ class SearchError(ValueError):
 
 @dataclass(frozen=True)
 class Hit:
-    """A mail that a search found; `snippet` is empty if none was asked for."""
+    """A mail that a search found; `snippet` is empty if the search asked for no snippets."""
 
     id: int
     sender: str
