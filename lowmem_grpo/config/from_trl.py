@@ -1,9 +1,9 @@
 """The settings and parameters that code written for TRL and transformers passes to a trainer, read into ours.
 
-Their settings objects are recognised by their class without an import, and read field by field. A field counts as set
-if it differs from that library's default; one that we lack is refused if it was set. Where defaults differ, theirs are
-taken over (`TAKEN_OVER`), or not (`DIFFERENT` says what happens instead). Trainer parameters that only theirs have go
-into the settings if they are settings here, are accepted if without effect, and are otherwise refused with a remedy.
+Settings objects of other libraries are recognised by the name of their class, without an import. A field counts as set
+if it differs from that library's default; a set field that we lack is refused. Where defaults differ, we take theirs
+over (`TAKEN_OVER`) or keep ours (`DIFFERENT` says what happens). A parameter that only their trainers have goes into
+the settings if it is a setting here, is accepted if it has no effect, and is otherwise refused with a remedy.
 """
 
 import inspect
@@ -54,7 +54,7 @@ Settings = TypeVar("Settings", bound=TrainSettings)
 
 
 def settings_of(settings: Any, ours: type[Settings]) -> Settings:
-    """Return the settings as `ours`, converted from another library's class; TypeError or ValueError if impossible."""
+    """Return the settings as an instance of `ours`; TypeError or ValueError if they cannot be converted."""
     if settings is None:
         return ours()
     if isinstance(settings, ours):
@@ -93,13 +93,13 @@ def converted(settings: Any, base: Any, ours: type[Settings]) -> Settings:
 
 
 def plain(value: Any) -> Any:
-    """Return an enumeration's value, the dictionary of an object that has one, or the value itself."""
+    """Return the value of an enumeration, the `to_dict()` of an object that has it, or any other value unchanged."""
     value = getattr(value, "value", value)
     return value.to_dict() if hasattr(value, "to_dict") else value
 
 
 def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Settings:
-    """Return the settings, updated with the settings among a trainer's `others`. Raise an error for any other name."""
+    """Return the settings updated with a trainer's `others`. Raise an error for a name or value not supported."""
     kind = type(settings)
     options = {}
     for name, value in others.items():
@@ -114,7 +114,7 @@ def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Setti
 
 
 def with_names(placed: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
-    """Return SFTTrainer's parameters, filled in from `placed` by position (TRL's order if settings come first)."""
+    """Return SFTTrainer's parameters, filled in from `placed` by position: in TRL's order if settings come first."""
     first = placed[0] if placed else ()
     order = TRLS_ORDER if first is None or isinstance(first, TrainSettings) or origin_of(first) else OUR_ORDER
     if len(placed) > len(order):
@@ -127,7 +127,7 @@ def with_names(placed: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
 
 
 def refuse(name: str, value: Any, trainer: type) -> None:
-    """Raise ValueError unless the value asks for nothing, or for what happens anyway."""
+    """Raise ValueError unless the value changes nothing: None, an empty list, or a collator that only pads."""
     if value is None or value == [] or (name == "data_collator" and only_pads(value)):
         return
     what = getattr(value, "__name__", type(value).__name__)
@@ -135,7 +135,7 @@ def refuse(name: str, value: Any, trainer: type) -> None:
 
 
 def only_pads(collator: Any) -> bool:
-    """Return whether a collator of transformers or TRL would only pad rows, which packing makes needless."""
+    """Return whether a collator of transformers or TRL would only pad rows, which is needless as rows are packed."""
     kind = collator if inspect.isfunction(collator) else type(collator)
     return (kind.__module__.partition(".")[0] in ("transformers", "trl") and kind.__name__ in PADDING
             and not getattr(collator, "mlm", False))
@@ -149,7 +149,7 @@ def check_model(model: Any, trainer: type) -> None:
 
 
 def either(processing_class: Any, tokenizer: Any) -> Any:
-    """Return the tokenizer, which may be given under either name; TypeError if both are given and differ."""
+    """Return the tokenizer, which may be passed under either name; TypeError if both are passed and differ."""
     if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
         raise TypeError("processing_class and tokenizer are two names of the same; give one of them")
     return tokenizer if processing_class is None else processing_class

@@ -146,7 +146,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         self.check_sampling_params()
 
     def check_step(self) -> None:
-        """Raise ValueError if settings that may differ by step contradict each other or the run's other settings."""
+        """Raise ValueError if settings that may differ by step contradict each other or the other settings."""
         self.check_loss_options()
         self.check_advantage_options()
         self.check_credit()
@@ -172,7 +172,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         self.steps_per_generation, self.generation_batch_size = size // batch, None
 
     def check_credit(self) -> None:
-        """Raise ValueError if `turn_discount` is set and the advantages do not compare turns with a group's mean."""
+        """Raise ValueError if `turn_discount` is set, but the advantages do not compare turns with the group's mean."""
         name = self.advantage_estimator
         if self.multi_objective_aggregation == "normalize_then_sum":
             name = "normalize_then_sum (GDPO)"
@@ -186,7 +186,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
                              "turn_discount out")
 
     def check_sampling_params(self) -> None:
-        """Raise ValueError if `vllm_sampling_params` contradicts the fields that say the same."""
+        """Raise ValueError if `vllm_sampling_params` contradicts the config fields of the same meaning."""
         params, defaults = self.vllm_sampling_params, SamplingParams()
         same = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
                 "n": "num_generations", "max_tokens": "max_completion_length"}
@@ -276,7 +276,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def draws(self) -> Draws:
-        """The draws of all steps; a seed in `vllm_sampling_params` changes all of their seeds."""
+        """The draws of all steps. A seed in `vllm_sampling_params` changes the seeds of all draws."""
         params = self.sampling(getattr(self.vllm_sampling_params, "seed", None))
         return Draws(self.prompts_per_generation, params, self.seed)
 
@@ -291,7 +291,7 @@ def check_weights(weights: list[float] | None, names: list[str]) -> None:
 @dataclass
 class RLOOConfig(GRPOConfig):
     """TRL's RLOOConfig: a completion is one action, compared with the others of its prompt, and the KL term is part of
-    its reward. TRL's class has these options, and those of GRPOConfig that do not concern the loss."""
+    its reward. The options are those of TRL's class, and those of GRPOConfig that do not concern the loss."""
 
     num_generations: int = 2
     beta: float = 0.05

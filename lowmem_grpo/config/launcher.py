@@ -25,7 +25,7 @@ BUSY = (1, 2, 3, 6, 7)  # its fields user, nice, system, interrupts; neither idl
 
 @dataclass(frozen=True)
 class Place:
-    """This process: its `rank` among `count`, and its number on its machine, `local`."""
+    """This process: its `rank` among `count` processes, and its number `local` on this machine."""
 
     rank: int = 0
     count: int = 1
@@ -36,7 +36,7 @@ class Place:
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """Return this process's part of `count` items: neighbours, as many as in any other part, or one fewer."""
+        """Return this process's part of `count` items: consecutive ones. Sizes of parts differ by at most one."""
         return range(count * self.rank // self.count, count * (self.rank + 1) // self.count)
 
 
@@ -74,7 +74,7 @@ class ProcessArguments:
 
     @property
     def device(self) -> Any:
-        """The device of a model that is given by name."""
+        """The device for a model that the trainer loads by name."""
         return torch.device(own_device(0 if self.use_cpu else torch.cuda.device_count()))
 
     def to_json_string(self) -> str:
@@ -88,7 +88,7 @@ class ProcessArguments:
         return int(getattr(logging, self.log_level.upper(), logging.WARNING))  # "passive": transformers' own default
 
     def main_process_first(self, local: bool = True, desc: str = "work") -> Any:
-        """Return a context in which one process has nothing to wait for; ValueError if there are several."""
+        """Return a context that does nothing, for a single process; ValueError if there are several processes."""
         one_process("main_process_first")
         return nullcontext()
 
@@ -101,7 +101,7 @@ def one_process(what: str) -> None:
 
 
 def own_device(cards: int) -> str:
-    """Return this process's device: the card of its local number among the `cards` that it sees, or else "cpu"."""
+    """Return this process's device: of the `cards` that it sees, the card of its local number; without cards "cpu"."""
     return f"cuda:{this_place().local % cards}" if cards else "cpu"
 
 
@@ -141,8 +141,8 @@ def leave_busy_cores(before: tuple[float, float]) -> None:
 
 
 def balanced(things: Sequence[T], cost: Callable[[T], float], ranks: int) -> list[list[T]]:
-    """Divide the things into one part per rank; each part keeps their order. The most expensive thing is assigned
-    first, always to the rank with the least so far, so the largest part costs at most 4/3 of the best division's."""
+    """Divide the things into one part per rank, each in the original order. The most expensive thing is assigned first,
+    always to the rank with the lowest cost so far. So the largest part costs at most 4/3 of the optimum."""
     costs = [cost(thing) for thing in things]
     parts: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks

@@ -1,6 +1,6 @@
 """The handling of options that Unsloth's loaders have and ours lack: which values are accepted, since they change
 nothing here, and which are refused. Also the choice of engine and device. Supported options are parameters of
-`loader.FastLanguageModel`. Needs no library, so that wrong values are refused before torch is imported."""
+`loader.FastLanguageModel`. It needs no library, so that wrong values are refused before torch is imported."""
 
 import re
 from dataclasses import dataclass
@@ -90,14 +90,14 @@ NO_MODEL = ("get_peft_model needs the model that from_pretrained returned: model
 
 
 def one_dtype(dtype: Any, torch_dtype: Any) -> Any:
-    """Return the dtype that was given under either of its two names; TypeError if both are given."""
+    """Return the dtype, which may be passed under either of its two names; TypeError if both are passed."""
     if dtype is not None and torch_dtype is not None:
         raise TypeError("dtype and torch_dtype are two names of the same; give one of them")
     return torch_dtype if dtype is None else dtype
 
 
 def form_of_weights(load_in_4bit: bool | None, load_in_16bit: bool, load_in_fp8: bool | str | None) -> str:
-    """Return the form of weights that the options ask for, NF4 by default; ValueError if they ask for several."""
+    """Return the form of weights that the options select, NF4 by default; ValueError if they select several."""
     if load_in_fp8 not in (None, False, True, "block"):
         raise ValueError(f'load_in_fp8 is {load_in_fp8!r}; it must be True (a scale for each row), "block" (one for '
                          "128 x 128 weights) or False")

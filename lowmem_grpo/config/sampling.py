@@ -81,7 +81,7 @@ class SamplingParams(metaclass=CheckedCall):
 
     @property
     def truncates(self) -> bool:
-        """True if some tokens are cut off before sampling, which breaks the importance-sampling identity."""
+        """True if some tokens cannot be drawn, which breaks the importance-sampling identity."""
         return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
 
 
@@ -101,12 +101,12 @@ class Draws:
 
     @property
     def greedy(self) -> SamplingParams:
-        """The parameters for one completion of each prompt, always of the most likely token."""
+        """The parameters for one greedy completion of each prompt."""
         return replace(self.params, n=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
 
 
 def longest_prompt(prompt: int | None, completion: int, context: int) -> int:
-    """Return the most tokens that a prompt may have: `prompt`, or if that is None, the context minus the completion.
+    """Return the most tokens that a prompt may have: `prompt`, or if it is None, `context` minus `completion`.
     ValueError if prompt and completion do not fit the context."""
     wanted = prompt or 1
     if wanted + completion > context:
@@ -199,7 +199,7 @@ class EpisodeSettings:
 @dataclass(kw_only=True)
 class StrategySettings:
     """Options that choose the groups of an update and when they are trained; none of these is in TRL. The number of
-    steps and of groups in a step stays the same. Some use up rows faster, and `epoch` counts the rows used."""
+    steps and of groups in a step stays the same. Some options use up rows faster, and `epoch` counts the rows used."""
 
     dynamic_sampling_rounds: int = 0
     """Maximum extra sampling rounds per step, which replace groups without signal; 0 turns it off."""
@@ -231,7 +231,7 @@ class StrategySettings:
                              "replay_buffer_size, or leave replay_max_age out")
 
     def check_overlap(self) -> None:
-        """Raise ValueError for a setting that needs all groups sampled before one is trained."""
+        """Raise ValueError if `train_while_sampling` is set, and another setting needs all groups at once."""
         if not self.train_while_sampling:
             return
         for name, wanted in needs(self).items():
@@ -243,7 +243,7 @@ class StrategySettings:
 
 
 def needs(config: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the values that other fields must have so that a group's gradient does not depend on other groups."""
+    """Return, by field, the values with which the gradient of a group does not depend on other groups."""
     once = {"num_iterations": (1,), "steps_per_generation": (None, *range(1, config.gradient_accumulation_steps + 1)),
             "dynamic_sampling_rounds": (0,), "replay_buffer_size": (0,), "top_entropy_quantile": (1.0,),
             "entropy_coef": (0.0,), "use_adaptive_entropy": (False,), "scale_rewards": ("group", "none", None),

@@ -47,7 +47,7 @@ LOG_LEVELS = ("passive", "debug", "info", "warning", "error", "critical")
 
 
 def of_json(value: Any) -> Any:
-    """Return the content of a JSON text; any other value or text unchanged."""
+    """Return the parsed content of a JSON text; any other text or value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -229,7 +229,7 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         return name if name is None or name.startswith("eval_") else f"eval_{name}"
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Return whether a value of `best_metric` is better than the best so far; any is better than none or NaN."""
+        """Return whether a value of `best_metric` is better than `than`; any value is better than None or NaN."""
         return than is None or than != than or (value > than if self.rises else value < than)
 
     @property
@@ -239,13 +239,13 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         return not str(self.best_metric).endswith("loss") if greater is None else greater
 
     def name_best(self) -> None:
-        """Fill in what ranks checkpoints, because transformers' callbacks read only these fields."""
+        """Fill in the fields about ranking checkpoints, because transformers' callbacks read only these fields."""
         if self.best_metric is not None:
             self.greater_is_better = self.rises
             self.metric_for_best_model = self.metric_for_best_model or self.evaluated
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse what the constructor would refuse, since scripts also set options one by one."""
+        """Set a field, but refuse values that the constructor would refuse: scripts also set options one by one."""
         name = type(self).renamed.get(name, name)
         table = type(self).unsupported
         if name in table and (name in ONE_MEANING or name not in field_names(type(self))):
@@ -253,7 +253,7 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         super().__setattr__(name, field_value(type(self), name, value))
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value in effect for an option that is not a field; callbacks of other libraries read some."""
+        """Return the value in effect for an option that is not a field; other libraries' callbacks read some."""
         fixed = type(self).unsupported.get(name)
         if fixed is None:
             advice = "; set the fields themselves" if name.startswith("set_") else suggestion(
@@ -275,7 +275,7 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         return max(1, math.ceil(self.num_train_epochs * rows / self.batch_size))
 
     def epochs_of(self, rows: int | None) -> int:
-        """Return the passes over `rows` rows that a run begins, as transformers counts them; of a stream the most."""
+        """Return how many passes over `rows` rows a run begins, as transformers counts; sys.maxsize for a stream."""
         if rows is None or self.max_steps <= 0:
             return sys.maxsize if rows is None else math.ceil(self.num_train_epochs)
         return math.ceil(self.max_steps / replace(self, max_steps=-1, num_train_epochs=1).total_steps(rows))

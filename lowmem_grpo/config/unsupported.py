@@ -49,13 +49,13 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Harmless(Fixed):
-    """An object or a dict of options. Options in `free` change nothing here; other options must have their defaults."""
+    """An object or dict of options. Those in `free` may have any value here; the others must have their defaults."""
 
     free: tuple[str, ...] = ()
     usual: tuple[tuple[str, Any], ...] = ()
 
     def accepts(self, name: str, value: Any) -> bool:
-        """Return whether everything that is not free is at its default."""
+        """Return whether all options that are not in `free` have their defaults."""
         options, usual = value.to_dict() if hasattr(value, "to_dict") else value or {}, dict(self.usual)
         return isinstance(options, Mapping) and all(key in self.free or (key in usual and usual[key] == setting)
                                                   for key, setting in options.items())
@@ -65,7 +65,7 @@ Table = dict[str, Fixed]
 
 
 def at_default(advice: str, *names: str, also: tuple[Any, ...] = ()) -> Table:
-    """Return options of transformers that must stay at its defaults; `also` are other ways to ask for the same."""
+    """Return options of transformers that must keep their defaults; `also` are other values of the same meaning."""
     return {name: Fixed(advice, also, at_default=True) for name in names}
 
 
@@ -75,12 +75,12 @@ def only(advice: str, **values: Any) -> Table:
 
 
 def off(advice: str, *names: str, also: tuple[Any, ...] = ()) -> Table:
-    """Return options that may only be turned off: None, False, an empty value, or one of `also`."""
+    """Return a table of options that may only be turned off: None, False, an empty value, or one of `also`."""
     return {name: Fixed(advice, also, may_be_off=True) for name in names}
 
 
 def any_value(*names: str, usual: Any = None) -> Table:
-    """Return options that change nothing here, whatever their value."""
+    """Return a table of options that change nothing here, whatever their value."""
     return {name: Fixed("", (usual,), any_value=True) for name in names}
 
 
@@ -90,13 +90,13 @@ def is_off(value: Any) -> bool:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean A or B?" with the known names that are nearly this one, or an empty text."""
+    """Return "; did you mean A or B?" with the known names most like this one; "" if none is similar."""
     close = difflib.get_close_matches(name, known, n=2)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def refuse(options: Mapping[str, Any], table: Mapping[str, Fixed], known: Collection[str], owner: str) -> None:
-    """Raise TypeError for an unknown option, ValueError for a value not supported; `owner` has the options `known`."""
+    """Raise TypeError for an option that `owner` does not have, ValueError for a value that is not supported."""
     for name, value in options.items():
         if name not in table:
             raise TypeError(f"{owner} has no option {name!r}{suggestion(name, {*table, *known})}")

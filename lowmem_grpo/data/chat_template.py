@@ -82,13 +82,13 @@ def get_chat_template(
     map_eos_token: bool = True, system_message: str | None = None, patch_saving: bool = True,
     use_zoo_tokenizer_patch: bool | None = None,
 ) -> Any:
-    """Set the chat template of this name on the tokenizer, and return it; or pass (template, end token).
+    """Set a chat template on the tokenizer, and return the tokenizer. Pass a name, or (template, end token).
 
     A tokenizer that already has the format keeps its own template. `mapping` gives the dataset's names of keys and
-    roles, such as {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}. With `map_eos_token` the
-    EOS token becomes the format's end token; if the tokenizer lacks that token, its EOS token ends the turns instead.
-    `system_message` is added to conversations without one. The other two options have no effect here. ValueError for
-    an unknown name.
+    roles, such as {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}. `map_eos_token` makes the
+    format's end token the tokenizer's EOS token; if the tokenizer lacks the end token, its EOS token ends the turns.
+    `system_message` is added to conversations without a system message. The other two options have no effect here.
+    ValueError for an unknown name.
     """
     if other := sorted(set(mapping or {}) - MAPPING.keys()):
         raise ValueError(f"mapping has {other[0]!r}; its keys are {', '.join(MAPPING)}")
@@ -117,7 +117,7 @@ def get_chat_template(
 
 
 def has_format(tokenizer: Any, form: ChatFormat, end: str) -> bool:
-    """Return whether the tokenizer's own template writes a turn of the user in this format, up to white space."""
+    """Return whether the tokenizer's own template writes a user turn in this format; white space may differ."""
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "Q"}], tokenize=False)
     except Exception:  # noqa: BLE001 - it has none, or one that raises
@@ -140,7 +140,7 @@ def is_token(tokenizer: Any, text: str) -> bool:
 
 
 def end_of(tokenizer: Any, form: ChatFormat, map_eos_token: bool) -> str:
-    """Return the text that ends a turn: the format's, or the tokenizer's EOS token if it lacks the format's token."""
+    """Return the text that ends a turn: the format's end token, or the EOS token if the tokenizer lacks that token."""
     missing = map_eos_token and not is_token(tokenizer, form.end) and tokenizer.eos_token is not None
     return str(tokenizer.eos_token) if missing else form.end
 

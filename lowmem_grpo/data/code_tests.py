@@ -61,7 +61,7 @@ def tests_of(present: dict[str, Any], entry: dict[str, Any], function: str | Non
 
 
 def in_pairs(inputs: Any, outputs: Any, entry: dict[str, Any], function: str | None) -> list[Any]:
-    """Return one test for each pair of an input and an output. ValueError unless both are lists of one length."""
+    """Return one test for each pair of input and output. ValueError unless both are lists of the same length."""
     inputs, outputs = parsed(inputs), parsed(outputs)
     if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple) or len(inputs) != len(outputs):
         counts = [len(many) if isinstance(many, list | tuple) else f"{many!r:.50}" for many in (inputs, outputs)]
@@ -71,7 +71,7 @@ def in_pairs(inputs: Any, outputs: Any, entry: dict[str, Any], function: str | N
 
 
 def one_of(inputs: Any, output: Any, entry: dict[str, Any], function: str | None) -> dict[str, Any]:
-    """Return one test, of a program or of a function call. The type in `entry` decides; without a type, it is a call if
+    """Return one test, of a program or of a function call. The type in `entry` decides which; without a type, a call if
     `function` is named. ValueError for an unknown type, or a call without a function name."""
     kind = kind_of(entry)
     if kind not in (*PROGRAMS, *CALLS, ""):
@@ -85,7 +85,7 @@ def one_of(inputs: Any, output: Any, entry: dict[str, Any], function: str | None
 
 
 def call_of(function: str, inputs: Any, output: Any, kind: str) -> dict[str, Any]:
-    """Return the test of a call; `inputs` is a list, or text: one argument per line, or one list ("function_call")."""
+    """Return the test of a call. Text `inputs` has one argument per line or, for the kind "function_call", one list."""
     if not isinstance(inputs, str):
         args, expected = (list(inputs) if isinstance(inputs, list | tuple) else [inputs]), output
     else:
@@ -119,7 +119,7 @@ def kind_of(entry: dict[str, Any]) -> str:
 
 
 def function_in(value: Any) -> str | None:
-    """Return the function name in an object, in its `metadata` or alone in a text of one line; else None."""
+    """Return the function name in an object, in its `metadata`, or in a one-line text that is the name; else None."""
     value = parsed(value)
     if isinstance(value, dict):
         named = [value[key] for key in FUNCTIONS if value.get(key)]
@@ -138,7 +138,7 @@ def parsed(value: Any) -> Any:
 
 
 def unpacked(text: str) -> str:
-    """Return the JSON text that LiveCodeBench has pickled, compressed and base64-encoded; any other text unchanged."""
+    """Return the JSON text that LiveCodeBench has pickled, compressed and base64-encoded; other texts unchanged."""
     try:
         data = TextAlone(io.BytesIO(zlib.decompress(base64.b64decode(text, validate=True)))).load()
     except (ValueError, EOFError, zlib.error, pickle.UnpicklingError):

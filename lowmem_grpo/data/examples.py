@@ -1,4 +1,4 @@
-"""Rows for supervised fine-tuning: their token ids, and the mask of those that are trained.
+"""Rows for supervised fine-tuning: their token ids, and the mask of the trained tokens.
 
 Prompt and completion are tokenised separately, exactly as in a rollout: first the prompt with its generation prompt,
 then the completion with its end token. texts.py has the encoders of texts and whole conversations, and shapes.py
@@ -25,7 +25,7 @@ NEW_TURN = {"add_generation_prompt": True, "continue_final_message": False}  # e
 
 @dataclass
 class Example(Prompt):
-    """A usable row: `ids` are the tokens before the first trained token, `completion_ids` (C,) all from it on."""
+    """A usable row: `ids` before the first trained token, `completion_ids` (C,) from it to the last trained token."""
 
     completion_ids: list[int] = field(default_factory=list)
     trained: list[bool] | None = None  # (C,) mask of the trained completion tokens; None for all
@@ -46,10 +46,10 @@ def each_of(encoded: Any) -> list[Example]:
 
 
 class ExampleEncoder(PromptEncoder):
-    """Turns a row's `prompt` and `completion` (strings or chat messages) into an Example, or returns the reason why it
-    cannot. `end_ids` are the tokens that end a sampled completion. `truncation` applies to rows of more than
-    `max_length` tokens: cut the end ("keep_start"), cut the beginning ("keep_end"), or leave the row out (None). The
-    columns `tools` (a list, or its JSON) and `chat_template_kwargs` are passed to the chat template, as in TRL."""
+    """Turns a row's `prompt` and `completion` (strings or chat messages) into an Example, or returns the reason to skip
+    the row. `end_ids` are the tokens that end a sampled completion. `truncation` applies to rows of more than
+    `max_length` tokens: cut the end ("keep_start"), cut the beginning ("keep_end"), or skip the row (None). The columns
+    `tools` (a list, or its JSON) and `chat_template_kwargs` are passed to the chat template, as in TRL."""
 
     continues = True  # a completion continues the prompt's last message if that is an assistant message
 
@@ -57,7 +57,7 @@ class ExampleEncoder(PromptEncoder):
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, end_ids: list[int],
         template_kwargs: dict[str, Any] | None = None, truncation: str | None = None, prompt_too: bool = False,
     ) -> None:
-        """`prompt_too`: train the prompt's tokens as well."""
+        """If `prompt_too`, the prompt's tokens are trained as well."""
         super().__init__(tokenizer, max_length, template_kwargs)
         self.end_ids, self.truncation, self.prompt_too = end_ids, truncation, prompt_too
         self.said: set[str] = set()
@@ -140,7 +140,7 @@ class ExampleEncoder(PromptEncoder):
         return whole[len(rendered) :]
 
     def ended(self, text: str) -> list[int] | None:
-        """Return the text's ids up to its end token, which is appended if missing; None if text follows that token."""
+        """Return the text's ids up to its end token, appended if missing; None if more text follows the end token."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         ends = [place for place, token in enumerate(ids) if token in self.end_ids]
         if not ends:
@@ -149,14 +149,14 @@ class ExampleEncoder(PromptEncoder):
         return None if rest.strip() else ids[: ends[0] + 1]
 
     def through_end(self, ids: list[int], at: int) -> int:
-        """Return the end index of an answer whose text ends at ids[:at]: past its end token if that comes next (white
-        space may come first), past the white space if nothing else follows, else `at`."""
+        """Return the end index of an answer whose text ends at ids[:at]. It includes a following end token, also after
+        white space, and white space after which nothing follows; otherwise it is `at`."""
         seen = (place for place in range(at, len(ids)) if str(self.tokenizer.decode([ids[place]])).strip())
         stop = next(seen, len(ids))
         return stop + 1 if stop < len(ids) and ids[stop] in self.end_ids else at if stop < len(ids) else stop
 
     def with_end(self, ids: list[int]) -> list[int]:
-        """Return the ids with the end token appended, unless they end with one, possibly followed by white space."""
+        """Return the ids with the end token appended, unless they end with an end token (and any white space)."""
         last = next((token for token in reversed(ids) if str(self.tokenizer.decode([token])).strip()), None)
         return ids if last in self.end_ids else [*ids, self.end_id]
 

@@ -1,5 +1,5 @@
-"""Datasets from a user's files or from the hub. The `datasets` library is imported only when it reads, so that a
-missing, empty or broken file is refused at once."""
+"""Datasets from a user's files or from the hub. The `datasets` library, slow to import, is imported only to read rows,
+so that a missing, empty or broken file is refused at once."""
 
 import codecs
 import csv
@@ -53,7 +53,7 @@ def refuse_unreadable(path: Path) -> None:
 
 
 def has_one_row(path: Path) -> bool:
-    """Return whether a readable text file has just one row; False if only the library could tell."""
+    """Return whether a readable text file has exactly one row; False if only the `datasets` library can tell."""
     kind = path.suffix.lower()
     if kind == ".jsonl":
         return len(first_lines(path, "replace")) == 1
@@ -74,7 +74,7 @@ def first_lines(path: Path, errors: str = "strict") -> list[str]:
 
 
 def check_rows(path: Path) -> None:
-    """Raise OSError for a .json file that is one object around a list of rows, which would be read as one row."""
+    """Raise OSError for a .json file that is one object with a list of rows inside: it would be read as one row."""
     first, second = [*first_lines(path), "", ""][:2]
     if not first.lstrip(" \t").startswith("{") or (second and first.rstrip().endswith("}")):
         return
@@ -110,7 +110,7 @@ def check_encoding(path: Path) -> None:
 
 
 def broken_line(path: Path, most: int | None = None) -> str:
-    """Return a message about the first of `most` lines (None: all) that is not a JSON object; empty if all are."""
+    """Return a message about the first line that is not a JSON object, among `most` lines (None: all); else ""."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in islice(enumerate(file, 1), most):
             try:
@@ -161,9 +161,9 @@ def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt"
 
 
 def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any:
-    """Return the dataset of a jsonl, json, csv or parquet file (all its rows), or a split of a dataset on the hub;
-    "OWNER/NAME:CONFIG" selects a configuration. OSError if it is missing or cannot be read, ValueError for a dataset
-    that the hub does not have."""
+    """Return all rows of a jsonl, json, csv or parquet file, or a split of a dataset on the hub. "OWNER/NAME:CONFIG"
+    selects a configuration. OSError if the rows are missing or cannot be read, ValueError if the hub lacks the
+    dataset."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -189,8 +189,8 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
 
 
 def as_written(path: Path, rows: Any) -> Any:
-    """Return the rows of a JSON file with the texts that the library takes for dates, and, as texts, the numbers of
-    columns in which it rounded a whole number."""
+    """Return the rows of a JSON file, with two errors of the library undone. Texts that it took for dates are texts
+    again. A column in which it rounded large whole numbers becomes a column of texts."""
     kinds = {name: str(getattr(kind, "dtype", "")) for name, kind in rows.features.items()}
     changed = [name for name, kind in kinds.items() if kind.startswith("timestamp") or (
         kind == "float64" and any(abs(value or 0) >= EXACT for value in rows[name]))]
@@ -207,8 +207,8 @@ def as_written(path: Path, rows: Any) -> Any:
 
 
 def with_words(path: Path, rows: Any) -> Any:
-    """Return the rows of a .csv file with words that the library takes for empty cells, such as None, and with texts in
-    place of numbers that lose digits, such as 007. Only columns that may have such cells are read again."""
+    """Return the rows of a .csv file, with two errors of the library undone. Words that it took for empty cells, such
+    as None, are words again. Numbers that lost digits, such as 007, are texts. Only suspect columns are read again."""
     from pandas import read_csv
 
     names = rows.column_names
@@ -241,7 +241,7 @@ def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
 
 
 def reason(path: Path, error: BaseException) -> str:
-    """Return one line on why the library could not read a source: the broken line of a .jsonl file if there is one."""
+    """Return one line on why the library could not read a source, such as the first broken line of a .jsonl file."""
     if path.suffix.lower() == ".jsonl" and path.is_file() and (line := broken_line(path)):
         return line
     said = str(error.__cause__ or error).splitlines() or ["it is empty"]

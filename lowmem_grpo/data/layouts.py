@@ -75,7 +75,7 @@ def chat_in(value: Any) -> list[dict[str, Any]] | None:
 
 
 def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
-    """Return a cell as a chat without answers at its end, and with `system` first unless it has a system message."""
+    """Return a cell as a chat without final answers. `system` comes first unless the chat has a system message."""
     said = chat_in(value) or [{"role": "user", "content": cell_text(value) or ""}]
     while said and said[-1]["role"] == "assistant":
         said.pop()
@@ -84,8 +84,8 @@ def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
 
 
 def answer_of(row: dict[str, Any], column: str, where: Callable[[str], str | None] | None = None) -> Any:
-    """Return the answer in a column, or in a key of it ("reward_model.ground_truth"), as text. A chat's answer is its
-    last assistant message; several texts stay a list, any of which is right. None if there is no answer. `where`
+    """Return the answer in a column, or in a key of it ("reward_model.ground_truth"), as text; None if there is no
+    answer. A chat's answer is its last assistant message. Several texts stay a list, any of which is right. `where`
     extracts the answer from each text, for example `rewards.after("####")`."""
     said = whole_answer(row, column)
     if where is None or said is None:
@@ -112,7 +112,7 @@ def whole_answer(row: dict[str, Any], column: str) -> Any:
 
 
 def value_at(row: dict[str, Any], column: str) -> Any:
-    """Return a cell, or the value at a key in it ("a.key"), None without the key. KeyError without the column."""
+    """Return a cell, or the value at a key in it ("a.key"). None if the key is missing, KeyError if the column is."""
     if column in row:
         return row[column]
     name, dot, key = column.partition(".")
@@ -128,7 +128,7 @@ def holds_tests(value: Any) -> bool:
 
 
 def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | None, source: str) -> Columns:
-    """Return the named columns, or a guess. ValueError if one is missing or unfit to be a prompt or an answer."""
+    """Return the named columns; guess those that are None. ValueError if one is missing or unfit for its role."""
     names = list(rows[0])
     for name in (prompt, answer):
         if name is not None and name.partition(".")[0] not in names and name not in names:
@@ -177,18 +177,18 @@ def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> No
 
 
 def is_asked(rows: list[dict[str, Any]], *names: str) -> bool:
-    """Return whether some row has a text or a chat, which can be a prompt, in one of these columns."""
+    """Return whether one of these columns has, in some row, a text or a chat, which can be a prompt."""
     return any(isinstance(cell := value_at(row, name), str) or chat_in(cell) for row in rows for name in names)
 
 
 def answered(rows: list[dict[str, Any]], name: str) -> bool:
-    """Return whether a column holds chats, most of which end in an answer."""
+    """Return whether a column holds chats that mostly end in an answer."""
     chats = [chat for row in rows if (chat := chat_in(value_at(row, name)))]
     return bool(chats) and 2 * sum(chat[-1]["role"] == "assistant" for chat in chats) > len(chats)
 
 
 def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
-    """Return `columns`, with the columns of tests, system prompts and, unless the prompt is a chat, a context."""
+    """Return `columns` plus the columns of tests, system prompts and, unless the prompt is a chat, of context."""
     names = {name.strip().lower(): name for name in rows[0] if name not in (columns.prompt, columns.answer)}
     column = columns.answer or ""
     tests = [column] * (column.lower() in TESTS and any(holds_tests(row[column]) for row in rows))
@@ -204,8 +204,8 @@ def with_more(rows: list[dict[str, Any]], columns: Columns) -> Columns:
 
 
 def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answer: str | None) -> Columns:
-    """Return the columns guessed by name. If one of just two columns is found by name, the remaining column has the
-    other role; if neither is found, the prompt is the one with clearly longer texts, else the first."""
+    """Return the columns guessed by name. With just two columns, if one is recognized, the other has the other role; if
+    neither is recognized, the prompt is the one with clearly longer texts, else the first."""
     why_prompt = why_answer = "named"
     tests = [usual for usual in TESTS for name in names if name.lower() == usual and any(
         holds_tests(row[name]) for row in rows)]
@@ -234,7 +234,7 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
 
 
 def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, str]:
-    """Return (column, reason): of two columns, the one with clearly longer texts, else the first."""
+    """Return (column, reason) for two columns: the column with clearly longer texts, else the first."""
     letters = {name: sum(len(row[name]) for row in rows if isinstance(row[name], str)) for name in names}
     longer, shorter = sorted(names, key=lambda name: letters[name], reverse=True)
     if letters[longer] > CLEARLY * letters[shorter]:
@@ -243,7 +243,7 @@ def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, 
 
 
 def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    """Return (column, reason): the first of `usual` that exists, else the only name that has such a word, else ""."""
+    """Return (column, reason): the first of `usual` that exists, else the only column with such a word, else ""."""
     lower = {name.strip().lower(): name for name in reversed(names)}
     match = next((lower[name] for name in usual if name in lower), "")
     part = [name for name in names if "." not in name and {*re.findall(r"[a-z]+", name.lower())} & {*usual}]

@@ -4,7 +4,7 @@
     bfd_split   as bfd, but the rest of a row that is too long becomes a row of its own
     wrapped     all tokens concatenated and cut every `max_length` tokens; a row attends to the rows before it
 
-With the first two, the rows of a pack do not attend to each other.
+With `bfd` and `bfd_split`, the rows of a pack do not attend to each other.
 """
 
 import logging
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 @dataclass
 class PackedRows:
-    """Packs by index, each as {"rows": its rows}."""
+    """Packs, accessed by index. A pack is {"rows": its rows}."""
 
     rows: Any
     packs: list[list[int]]  # row indices of each pack
@@ -61,8 +61,8 @@ class PackEncoder:
 
 
 def packed(rows: Any, encoder: ExampleEncoder, strategy: str, tokens: ExampleEncoder) -> tuple[Any, Any]:
-    """Return packs of at most the encoder's `max_length` tokens, and the encoder for them; `tokens` encodes rows of
-    token ids. DataError for a stream, or if no row can be used."""
+    """Return packs of at most the encoder's `max_length` tokens, and the encoder for them. `tokens` is the encoder for
+    rows of token ids. DataError for a stream, or if no row can be used."""
     if isinstance(rows, Stream):
         raise DataError("packing=True, and the rows are a stream, of which no length is known before it is read; leave "
                         "packing out (sequences are packed without padding anyway), or pass a datasets.Dataset")
@@ -102,14 +102,14 @@ def encoded(rows: Any, encoder: Any) -> list[Any]:
 
 
 def pieces(ids: list[int], labels: list[int], size: int) -> Iterator[Row]:
-    """Yield rows of at most `size` consecutive token ids, with their labels."""
+    """Yield consecutive pieces of at most `size` token ids as rows, with their labels."""
     for at in range(0, len(ids), size):
         yield {"input_ids": ids[at : at + size], "labels": labels[at : at + size]}
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Return packs of at most `size` tokens, as lists of row indices: the longest row first, each into the fullest pack
-    that has room. Empty rows are left out."""
+    """Return packs of at most `size` tokens, as lists of row indices. Rows are placed longest first, each into the
+    fullest pack that has room. Empty rows are left out."""
     packs: list[list[int]] = []
     spaces: list[int] = []  # the sorted keys of `free`, which has the packs by their free tokens
     free: dict[int, deque[int]] = defaultdict(deque)

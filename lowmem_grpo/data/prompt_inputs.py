@@ -1,7 +1,7 @@
 """Converts users' prompts and chat messages to text and token ids.
 
-Arrow (datasets, parquet) gives all dicts of a column the same keys, and None for keys that a dict did not have, which
-chat templates write out or refuse. Such keys are dropped at any depth, as TRL's `remove_none_values` does.
+Arrow (datasets, parquet) gives all dicts of a column the same keys, with None for keys that a dict did not have. Chat
+templates write such keys out or refuse them, so they are dropped at any depth, as in TRL's `remove_none_values`.
 """
 
 import json
@@ -23,8 +23,8 @@ IMAGES = "only text is generated here: leave images, video and sound out of the 
 
 
 def encoded(tokenizer: Any, prompts: Any, vocabulary: int) -> list[Encoded]:
-    """Return each prompt as text and ids. TypeError for a value that is not a prompt; ValueError if one is empty, has
-    images, has a message without text, or has ids beyond the model's `vocabulary`."""
+    """Return each prompt as text and ids. TypeError for a value that is not a prompt. ValueError for a prompt that is
+    empty, has images, has a message without text, or has ids beyond the model's `vocabulary`."""
     many = [encode(tokenizer, prompt, vocabulary) for prompt in as_list(prompts)]
     if not many:
         raise ValueError("fast_generate got no prompt, or an empty one")
@@ -97,12 +97,12 @@ def known_ids(ids: Any, vocabulary: int) -> list[int]:
 
 
 def half_pair(text: str, name: str) -> str:
-    """Return the reason to refuse a text with half of a surrogate pair; "" if it has none."""
+    """Return the reason to refuse a text with a lone surrogate (half of a pair); "" if it has none."""
     return f"{name} has half of a surrogate pair, which is no character" if HALF.search(text) else ""
 
 
 def whole_text(text: str) -> str:
-    """Return the text; ValueError if it has half of a surrogate pair."""
+    """Return the text; ValueError if it has a lone surrogate (half of a pair)."""
     if why := half_pair(text, "a prompt"):
         raise ValueError(f"{why}: write it as text.encode('utf-8', 'replace').decode()")
     return text
@@ -110,7 +110,7 @@ def whole_text(text: str) -> str:
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text for the model to continue: with the tokenizer's leading special tokens exactly once, and
-    without its trailing ones. ValueError if it has half of a surrogate pair."""
+    without its trailing special tokens. ValueError if the text has a lone surrogate."""
     text = whole_text(text)
     plain, around = (list(tokenizer(text or " ", add_special_tokens=special).input_ids) for special in (False, True))
     places = range(len(around) - len(plain) + 1)
@@ -121,8 +121,8 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | None = None) -> str:
-    """Return the messages rendered by the chat template for the model to continue: with a generation prompt, or with
-    the last message left open if it is the assistant's. ValueError if that message calls tools."""
+    """Return the messages rendered by the chat template for the model to continue. If the last message is the
+    assistant's, it stays open; otherwise a generation prompt follows. ValueError if the open message calls tools."""
     begun = messages[-1]["role"] == "assistant"
     ways = {"add_generation_prompt": not begun, "continue_final_message": begun, **(options or {})}
     if ways["continue_final_message"] and messages[-1].get("tool_calls"):
@@ -131,9 +131,9 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
 
 
 def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
-    """Return the messages in the first form whose tool calls the template renders: with content "" for None, then also
-    with arguments as objects, or as JSON text, then unchanged, then with content None and arguments as JSON text. If
-    it refuses all forms, return them unchanged. ValueError if it leaves a call out, and for a call without a name."""
+    """Return the messages in the first form whose tool calls the template renders. The forms: content "" for None; the
+    same with arguments as objects, or as JSON text; unchanged; content None and arguments as JSON text. If the template
+    raises for all forms, return them unchanged. ValueError if it leaves a call out, and for a call without a name."""
     names = [name_of(call) for message in messages for call in message.get("tool_calls") or []]
     if not names:
         return messages
@@ -175,21 +175,21 @@ def with_functions(message: Any, form: Callable[[Any], Any]) -> Any:
 
 
 def with_object(function: Any) -> Any:
-    """Return a function whose arguments, if JSON text, are parsed to an object."""
+    """Return a tool call's function with its arguments parsed to an object if they are JSON text."""
     with suppress(TypeError, ValueError, RecursionError):  # an object already, or no JSON that can be read
         return {**function, "arguments": json.loads(function.get("arguments") or "{}")}
     return function
 
 
 def with_text(function: Any) -> Any:
-    """Return a function whose arguments, if an object, are dumped to JSON text."""
+    """Return a tool call's function with its arguments dumped to JSON text if they are an object."""
     arguments = function.get("arguments")
     return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)} \
         if isinstance(arguments, Mapping) else function
 
 
 def from_vllm(prompt: Mapping[str, Any]) -> Any:
-    """Return the text or ids of vLLM's TextPrompt or TokensPrompt. TypeError if it has none, ValueError for images."""
+    """Return the text or ids of vLLM's TextPrompt or TokensPrompt. TypeError without either, ValueError for images."""
     ids = prompt.get("prompt_token_ids")
     if ids is None and not isinstance(prompt.get("prompt"), str):
         raise TypeError(f"a prompt is a dictionary with {', '.join(map(str, prompt)) or 'nothing'}; pass {KINDS}")
@@ -238,7 +238,7 @@ def without_none(value: Any) -> Any:
 
 
 def plain_message(message: Any) -> Any:
-    """Return a chat message without empty keys. With tool calls, a missing content is set to None."""
+    """Return a chat message without empty keys, except that with tool calls a missing content is set to None."""
     if not is_message(message) or not message.keys() & {"content", "tool_calls"}:
         return message
     content = without_none(message.get("content"))
@@ -248,7 +248,7 @@ def plain_message(message: Any) -> Any:
 
 
 def joined_text(message: Any) -> Any:
-    """Return a chat message with its content joined to one string if it is a list of only text parts."""
+    """Return a chat message whose content is one string; parts are joined if all are text. Others stay unchanged."""
     parts = message.get("content") if is_message(message) else None
     if not isinstance(parts, list) or not parts:
         return message

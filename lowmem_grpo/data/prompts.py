@@ -102,8 +102,7 @@ def is_chat(prompt: Any) -> bool:
 
 
 def odd_role(messages: list[Any], tokenizer: Any) -> str:
-    """Return the reason to refuse an unusual role, which the chat template would write as it is; "" if all roles are
-    usual or mentioned in the template."""
+    """Return the reason to refuse an unusual role that the chat template does not mention; "" if there is none."""
     template = str(tokenizer.chat_template)
     odd = [role for role in (str(message["role"]) for message in messages)
            if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template]
@@ -111,7 +110,7 @@ def odd_role(messages: list[Any], tokenizer: Any) -> str:
 
 
 def no_chat(value: Any, name: str) -> str:
-    """Return the reason why a value that is not text is not a chat; `name` is its column."""
+    """Return the reason why a value, which is not text, is not a chat either; `name` is its column."""
     if value is None or (isinstance(value, list) and not value):
         return f"empty {name}"
     if not isinstance(value, list):
@@ -155,9 +154,9 @@ class Visit:
 
 class DifficultyPools:
     """Remembers the last visit of each row. A row whose completions all earn the same reward rests for 1 epoch; if that
-    happens again, for 2, 4 and then 8. A visit with a spread of rewards resets this. Rows with a spread are "learning".
-    Rows without one are "easy" if they earned the best reward seen in the run, and "hard" if they earned less. Until
-    two different rewards have been seen, they are all "hard"."""
+    happens again, for 2, 4 and then 8 epochs. A visit with a spread of rewards resets this. Rows with a spread are
+    "learning". Rows without a spread are "easy" if they earned the best reward seen in the run, and "hard" if they
+    earned less. Until two different rewards have been seen, all rows without a spread are "hard"."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Visit] = {}
@@ -165,7 +164,7 @@ class DifficultyPools:
         self.best: float | None = None
 
     def rests(self, index: int, epoch: int) -> bool:
-        """Return whether a row is still resting, that is skipped, in this epoch."""
+        """Return whether a row is skipped in this epoch because it is resting."""
         return index in self.rows and epoch < self.rows[index].back
 
     def record(self, index: int, epoch: int, rewards: Iterable[float | None]) -> None:
@@ -225,7 +224,7 @@ class PromptSource:
         return self.position / len(self.dataset)
 
     def record(self, prompts: list[Prompt], groups: list[RolloutGroup]) -> None:
-        """Record in the pools the rewards of the groups sampled for `prompts`, which this source returned."""
+        """Record the rewards of the groups sampled for `prompts`, which this source returned, in the pools."""
         if self.pools is None:
             return
         for prompt, group in zip(prompts, groups, strict=True):

@@ -108,7 +108,7 @@ class Shapes:
 
     def formatted(self, rows: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         """Return a function that maps a row to {"text": ...} with `formatting_func`, which takes one row or a batch of
-        columns; DataError if that returns no text for the first row."""
+        columns. DataError if `formatting_func` returns no text for the first row."""
         plain: Any = self.formatting_func
 
         def function(row: dict[str, Any]) -> Any:
@@ -178,8 +178,8 @@ def columns_of_row(example: Example | Examples) -> dict[str, list[int]]:
 
 
 def own_columns(dataset: Any, places: list[int]) -> Dataset | None:
-    """Return the rows at `places` without their token columns; None if no other columns are left. Columns that Arrow
-    cannot hold are left out if the dataset is a list."""
+    """Return the rows at `places` without their token columns; None if that leaves no column. From a dataset that is a
+    list, columns that Arrow cannot hold are left out."""
     if comes_from(dataset, "datasets", "Dataset"):
         kept = dataset.with_format(None).select(places)
         kept = kept.remove_columns([name for name in ("input_ids", "labels", *MASKS) if name in kept.column_names])

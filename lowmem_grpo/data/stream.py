@@ -9,7 +9,7 @@ text parts becomes one text (`data/prompt_inputs.py`). Classes of other librarie
 names, so that no library is imported.
 
 The position of a run on a stream is the number of rows drawn. To resume, the stream is restarted and rows are skipped
-up to that position, so it must give the same rows in the same order.
+up to that position, so the stream must give the same rows in the same order.
 """
 
 import logging
@@ -55,7 +55,7 @@ class Stream:
         self.drawn = 0
 
     def changed(self, rows: Iterable[Any]) -> Iterator[Row]:
-        """Yield the rows as `draw` returns them; DataError for a row that is not a dict."""
+        """Yield the rows in the form that `draw` returns; DataError for a row that is not a dict."""
         for row in rows:
             if not isinstance(row, dict) and hasattr(row, "__arrow_c_stream__"):  # a table of one row
                 row = (row.to_dict("records") if hasattr(row, "to_dict") else row.to_pylist())[0]
@@ -86,7 +86,7 @@ class Stream:
         return self.ahead.popleft()
 
     def put_back(self, rows: list[Row]) -> None:
-        """Undo the drawing of these rows, the last ones drawn."""
+        """Undo the drawing of `rows`, which must be the last rows drawn."""
         self.ahead.extendleft(reversed(rows))
         self.drawn -= len(rows)
 
@@ -159,7 +159,7 @@ class StreamSource(PromptSource):
                 "drawn": self.dataset.drawn}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position: put back rows drawn since it was saved, or skip the rows before it. DataError
+        """Continue from a saved position: put back the rows drawn since then, or skip the rows drawn before. DataError
         for the state of a dataset that is not a stream."""
         if state["rows"] is not None:
             raise DataError(f"the checkpoint was made with a dataset of {state['rows']} rows, and this one is a "
@@ -175,7 +175,7 @@ class StreamSource(PromptSource):
 def source_of(
     dataset: Any, encoder: PromptEncoder, seed: int, shuffle: bool = True, pools: DifficultyPools | None = None
 ) -> PromptSource:
-    """Return the prompt source of `rows_of`'s result: a StreamSource for a Stream."""
+    """Return the prompt source of a dataset from `rows_of`: a StreamSource for a Stream, else a PromptSource."""
     kind = StreamSource if isinstance(dataset, Stream) else PromptSource
     return kind(dataset, encoder, seed, shuffle, pools)
 
@@ -203,8 +203,8 @@ class PlainRows:
 
     @property
     def column_names(self) -> list[str] | None:
-        """The column names: those of the first row if rows are changed, those of all rows for a list, otherwise the
-        dataset's own; None if the dataset has none."""
+        """The column names: the first row's if rows are changed, those of all rows for a list, otherwise the dataset's
+        own; None if the dataset has none."""
         if self.change is not None:
             return list(self[0])
         if isinstance(self.rows, (list, tuple)):

@@ -1,6 +1,6 @@
 """Rows for supervised fine-tuning that are one text, one conversation, or token ids.
 
-All tokens of a text are trained but the first, which nothing predicts. In a conversation, all tokens are
+All tokens of a text are trained except the first, which nothing predicts. In a conversation, all tokens are
 trained, or only the assistant's. In token ids, the row's `labels` or masks select the trained tokens.
 """
 
@@ -37,10 +37,10 @@ class TextEncoder(ExampleEncoder):
 
 
 class ConversationEncoder(ExampleEncoder):
-    """Turns a row's `messages` into an Example that trains all tokens, or only the assistant's; or into one Example for
-    each answer, if the chat template rewrites earlier answers. An answer begins where the prompt of the
-    messages before it ends. It ends with the token that ends a sampled completion, even if the template writes that
-    token at the start of the next message, as GLM 4 does. {% generation %} marks of a template take precedence."""
+    """Turns a row's `messages` into an Example that trains all tokens, or only the assistant's. If the chat template
+    rewrites earlier answers, it makes one Example for each answer. An answer begins where the prompt of the earlier
+    messages ends. It ends with the token that ends a sampled completion, even if the template writes that token at the
+    start of the next message, as GLM 4 does. {% generation %} marks of a template take precedence."""
 
     column = "messages"
     assistant_only = continues = False
@@ -102,8 +102,8 @@ class ConversationEncoder(ExampleEncoder):
 
     def apart(self, row: dict[str, Any], behind: int, error: Exception) -> Examples | str:
         """Return one example for each answer after the first `behind` messages: the conversation up to that answer.
-        Used if the template renders an answer differently once more messages follow, as templates that drop earlier
-        thoughts do."""
+        This is for templates that render an answer differently once more messages follow, such as those that drop
+        earlier thoughts."""
         messages, examples = row["messages"], list[Any]()
         for place, message in enumerate(messages):
             if message["role"] == "assistant" and place >= behind:
@@ -118,7 +118,7 @@ class ConversationEncoder(ExampleEncoder):
         return Examples(row, [], "", parts=parts) if parts else str(examples[0])
 
     def span(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
-        """Return (first, end) of an answer's characters, without its end token; UntoldError if they cannot be found."""
+        """Return (first, end) of an answer's characters, without its end token; UntoldError if it cannot be located."""
         messages = row["messages"]
         try:
             before = self.render(messages[:place], self.options(row))
@@ -137,8 +137,8 @@ class ConversationEncoder(ExampleEncoder):
         return self.span_of_word(row, place, text)
 
     def span_of_last(self, row: dict[str, Any], before: str, text: str) -> tuple[int, int]:
-        """Return `span` of the last message if its prompt `before` is rendered differently in the whole text: the last
-        occurrence of the generation prompt begins the answer, if there is exactly one for each assistant message."""
+        """Return `span` of the last message if its prompt `before` is rendered differently in the whole text. The
+        answer follows the last generation prompt, if there are as many of these as assistant messages."""
         earlier = row["messages"][:-1]
         shown = self.render_whole(earlier, row)
         head = BEGUN.sub("", before[len(shown) :]) if before.startswith(shown) else ""
@@ -148,8 +148,8 @@ class ConversationEncoder(ExampleEncoder):
         return first, self.end_of_text(text, first)
 
     def span_of_word(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
-        """Return `span` if the template refuses a part of the conversation, or leaves out of earlier answers the
-        thinking block that opens a prompt. A marker word, rendered in place of the message, shows where the message
+        """Return `span` for a template that refuses a part of the conversation, or whose prompts open a thinking block
+        that it drops from earlier answers. A marker word, rendered in place of the message, shows where the message
         stands after the generation prompt."""
         messages = list(row["messages"])
         head = self.render(messages, self.options(row))[len(text) :].partition(THINK)[0]
@@ -169,8 +169,8 @@ class ConversationEncoder(ExampleEncoder):
 
 
 class CompletionEncoder(ExampleEncoder):
-    """Turns a row's `prompt` and `completion`, which may have several messages, into an Example: all tokens after the
-    prompt are trained, or with `turns.assistant_only` those of the assistant."""
+    """Turns a row's `prompt` and `completion`, which may have several messages, into an Example. All tokens after the
+    prompt are trained, or with `turns.assistant_only` the assistant's among them."""
 
     turns: ConversationEncoder
 
@@ -186,7 +186,7 @@ class CompletionEncoder(ExampleEncoder):
 
 
 class AnswerEncoder(ExampleEncoder):
-    """Turns a row's `messages` into an Example that trains the last assistant message, after those before it."""
+    """Turns `messages` into an Example that trains the last assistant message, with the earlier messages as prompt."""
 
     column = "messages"
     continues = False  # two assistant messages in a row are two turns
@@ -203,7 +203,7 @@ class AnswerEncoder(ExampleEncoder):
 
 
 class UntoldError(DataError):
-    """The assistant's tokens in a message cannot be found."""
+    """The assistant's tokens cannot be located in the rendered conversation."""
 
     def __init__(self, place: int) -> None:
         super().__init__(
@@ -214,8 +214,8 @@ class UntoldError(DataError):
 
 
 class TokenEncoder(ExampleEncoder):
-    """Takes a row's `input_ids` unchanged. `labels` (-100 is not trained), or without labels `completion_mask` and
-    `assistant_masks`, select the trained tokens; without any of them all tokens are trained."""
+    """Takes a row's `input_ids` unchanged. The trained tokens are selected by `labels` (-100 is not trained) or,
+    without labels, by `completion_mask` and `assistant_masks`. Without any of these columns, all tokens are trained."""
 
     column = "input_ids"
     source = "`input_ids`"

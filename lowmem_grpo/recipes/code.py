@@ -141,7 +141,7 @@ class CodeOptions(ProblemOptions):
     """The time limit of a test, in seconds."""
 
     def verifier(self) -> CodeVerifier:
-        """Return the verifier that tests the code. Raises SandboxError, which says what to do, without a sandbox."""
+        """Return the verifier that tests the code. Raises SandboxError if there is no sandbox, and says what to do."""
         limits = Limits(seconds=self.seconds, total_seconds=2 * self.seconds)
         return code_passes_tests(isolation=self.isolation, limits=limits, workers=self.workers)
 
@@ -167,7 +167,7 @@ def one_block(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def right(completions: list[Any], tests: list[list[str]], **kwargs: Any) -> list[float | None]:
-    """Return 1 where the code passes its tests in this machine's sandbox, else 0; None if no time was left for it."""
+    """Return 1 where the code passes its tests in this machine's sandbox, else 0; None if no time was left to test."""
     return exam_verifier().reward()(completions=completions, tests=tests)
 
 
@@ -178,7 +178,7 @@ def exam_problems(size: int, seed: int, source: str | None) -> Dataset:
 
 
 def exam_verifier() -> CodeVerifier:
-    """Return a verifier in this machine's sandbox. Its SandboxError says what an exam offers instead of `isolation`."""
+    """Return a verifier that uses this machine's sandbox. Without one, SandboxError says what to do in an exam."""
     try:
         return code_passes_tests()
     except SandboxError as error:

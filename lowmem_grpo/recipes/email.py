@@ -97,7 +97,7 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
 
 def good_reply(longest_words: int = LONGEST_WORDS) -> Callable[..., list[float]]:
-    """Return a reward function: 1 for a reply with every quality, whether or not it equals the ideal one, else 0."""
+    """Return a reward function: 1 for a reply that meets all criteria, even if it is not the ideal reply; else 0."""
     keyword, _, length, recipient, signature = email_rewards(SIGNATURE, longest_words)
 
     def right(completions: list[Any], **columns: Any) -> list[float]:

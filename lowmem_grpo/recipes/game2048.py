@@ -1,4 +1,4 @@
-"""Recipe `game2048`: 2048 on a small board. The policy sees only the current board, so each move is a sequence.
+"""Recipe `game2048`: 2048 on a small board. The policy sees only the current board: each move is its own sequence.
 
     lowmem-grpo run game2048                        # the embedded model, 3x3, in minutes on two CPU cores
     lowmem-grpo run game2048 goal=64 moves=50       # a harder goal
@@ -41,7 +41,7 @@ OF_ALL = 0.2  # weight of the sum of all tiles, relative to the largest tile
 
 @dataclass(frozen=True)
 class Size:
-    """The side of a board, the tile to reach on it, and the moves allowed for that."""
+    """The side of a board, the tile to reach, and the number of moves allowed."""
 
     side: int
     goal: int
@@ -67,7 +67,7 @@ class Game2048:
         self.reset()
 
     def reset(self, seed: int = 0, side: int | None = None, **row: object) -> str:
-        """Start with two tiles; return the prompt. A `side` in the row sets side, goal and moves by SIZES."""
+        """Start with two tiles; return the prompt. A `side` in the row selects side, goal and moves from SIZES."""
         if side is not None:
             self.size = SIZES[side]
         self.rng = random.Random(f"2048-{seed}")
@@ -77,7 +77,7 @@ class Game2048:
         return self.shown()
 
     def step(self, reply: str) -> tuple[Anew, float, bool]:
-        """Slide the tiles, and add one. A move that changes nothing is wasted; a reply without a move ends the game."""
+        """Slide the tiles and add one. A move that changes nothing is wasted; a reply without a move ends the game."""
         move = move_in(reply)
         if not move:
             return Anew(f"That is no move.\n{self.shown()}"), self.pay(INVALID), True
@@ -162,7 +162,7 @@ def worth(board: Board, goal: int) -> float:
 
 
 def random_move(game: Game2048, rng: random.Random) -> str:
-    """Play any possible move."""
+    """Play a random possible move."""
     return rng.choice(possible(game.board))
 
 

@@ -137,7 +137,7 @@ def accuracy(parts: Parts, settings: LoopSettings) -> float:
 
 
 def train(settings: LoopSettings, parts: Parts) -> Iterator[tuple[int, float, float]]:
-    """Train for all steps; yield (step from 1, mean reward, loss) after each."""
+    """Train for all steps; after each step yield (step, mean reward, loss). Steps are counted from 1."""
     rows = list(make_dataset("train", settings.steps * settings.prompts, settings.seed))
     random.Random(settings.seed).shuffle(rows)
     for step in range(settings.steps):

@@ -85,7 +85,7 @@ def with_prompt(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def held_out(size: int, seed: int, source: str | None) -> Dataset:
-    """Return at most `size` rows in a seeded order, of the test split of a hub dataset or of a file."""
+    """Return at most `size` rows in a seeded order, from the test split of a hub dataset or from a file."""
     rows = make_dataset(source or HUB, "test").shuffle(seed)
     return rows.select(range(min(size, len(rows))))
 

@@ -66,7 +66,7 @@ RANGES = {"a": (20, 99), "b": (3, 19), "c": (1100, 9900), "d": (120, 990)}  # di
 
 @dataclass(frozen=True)
 class Report:
-    """The index of a report's kind in KINDS, and its facts. Filler sentences stand between those with facts.
+    """A report: the index of its kind in KINDS, and its facts. Its text has filler sentences among the facts.
 
         The harbour of Aldermouth published its figures for June. 74 ships called there, 37 more than a year before. ...
     """

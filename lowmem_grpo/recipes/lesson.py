@@ -48,7 +48,7 @@ class WarmUp:
     """Fields of SFTConfig. They override the run's values of the fields in SHARED."""
 
     def trainer(self, model: FastPeftModel, setup: Setup) -> SFTTrainer:
-        """Return the trainer of the warm-up, with the run's values of SHARED unless `settings` has others."""
+        """Return the warm-up's trainer. It takes the fields in SHARED from the run unless `settings` has them."""
         config = setup.config
         shared = {name: getattr(config, name) for name in SHARED}
         settings = SFTConfig(**({"save_strategy": "no"} | shared | self.settings | {
@@ -206,8 +206,8 @@ def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRe
 def warm_up(
     taught: WarmUp, model: FastPeftModel, setup: Setup, lesson: Lesson, before: Answers | None, console: Console
 ) -> dict[str, Any] | None:
-    """Fine-tune before GRPO unless a checkpoint is resumed, whose adapter was fine-tuned already; return entries for
-    summary.json, None if stopped. Raises SystemExit after Ctrl-C."""
+    """Fine-tune before GRPO, unless a checkpoint is resumed: its adapter was fine-tuned already. Return entries for
+    summary.json, None if the warm-up was stopped. Raises SystemExit if a signal such as Ctrl-C stopped it."""
     facts: dict[str, Any] = {"sft_steps": taught.steps}
     if setup.resume and last_good(Path(setup.config.output_dir))[0]:
         return facts
@@ -243,7 +243,7 @@ def compared(lesson: Lesson, before: Answers, after: Answers, console: Console) 
 
 
 def side_by_side(dataset: Any, before: Answers, after: Answers) -> list[dict[str, Any]]:
-    """Return SHOWN problems with the answers before and after; those that turned right or wrong come first."""
+    """Return SHOWN problems with the answers before and after. Problems that turned right or wrong come first."""
     verdicts = [(old[0], new[0]) for old, new in zip(before.right, after.right, strict=True)]
     return [
         {"prompt": dataset[place]["prompt"][-1]["content"], "answer": dataset[place].get("answer"),

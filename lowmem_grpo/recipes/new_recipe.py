@@ -63,7 +63,7 @@ class NewRecipe:
 
     @property
     def shown(self) -> str:
-        """The source's name in the recipe's docstring: its last part, or "a file" if that would need escapes."""
+        """The source's name in the recipe's docstring: its last part, or "a file" if that part would need escapes."""
         name = self.source if self.source.count("/") == 1 else Path(self.source).name
         return name if name.replace("/", "").isprintable() and not set(name) & set('"\\$') else "a file"
 
@@ -124,7 +124,7 @@ def texts_of(rows: list[dict[str, Any]], column: str) -> list[str]:
 
 
 def kind_of(answers: list[str]) -> str:
-    """Return the first kind that fits most of the answers; "text" or "long" if none does."""
+    """Return the first kind that fits most of the answers; if none does, "text" for short answers, else "long"."""
     suits: dict[str, Callable[[str], bool]] = {
         "marked": lambda answer: "####" in answer and read_number(answer.rpartition("####")[2]) is not None,
         "code": holds_tests, "json": is_json, "number": is_number,
@@ -161,7 +161,7 @@ def is_json(answer: str) -> bool:
 
 
 def is_number(answer: str) -> bool:
-    """Return whether the answer is one number without LaTeX; math_match reads LaTeX better."""
+    """Return whether the answer is one number without LaTeX, which math_match reads better."""
     return read_number(answer) is not None and not has_latex(answer)
 
 

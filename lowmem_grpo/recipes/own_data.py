@@ -1,8 +1,8 @@
 """Read your own rows for a recipe, turn them into prompts and answers, and split them into training and test rows.
 
 A hash of a prompt's text without its system prompt decides whether the row is held out. So the same prompt is never on
-both sides, whatever its case, spacing and system prompt. Adding, removing or reordering rows moves no other row,
-except in files of a few rows, where one side would be empty.
+both sides, whatever its case, spacing and system prompt. Adding, removing or reordering rows moves no other row to the
+other side, except in small files, where one side would otherwise be empty.
 """
 
 import logging
@@ -81,8 +81,8 @@ class OwnData:
             raise ValueError(f"make_row must give one kind of value in each column: {error}") from error
 
     def made(self, row: dict[str, Any], source: str | Path) -> dict[str, Any]:
-        """Make a row with `make_row`: its prompt as chat messages, its answer as text; an empty answer is None. Raises
-        ValueError if a column or the prompt is missing."""
+        """Return the row that `make_row` makes, with the prompt as chat messages and the answer as text, None for an
+        empty answer. Raises ValueError if a column or the prompt is missing."""
         try:
             made = self.make_row(row)
         except KeyError as error:
@@ -117,7 +117,7 @@ class OwnData:
         return dict.fromkeys(index for _, index in chosen)
 
     def problems(self, size: int, seed: int, source: str | None) -> Dataset:
-        """Return at most `size` problems of an exam: the held-out rows, or any rows of another source."""
+        """Return at most `size` problems for an exam: rows of another `source`, or by default the held-out rows."""
         if source is None or str(source) == str(self.source) or (
                 Path(source).exists() and Path(source).resolve() == Path(self.source).resolve()):
             rows = self.test(len(self.rows))

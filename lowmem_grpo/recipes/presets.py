@@ -46,7 +46,7 @@ Presets = dict[str, Preset]  # by size in GiB, or CPU; a recipe with only a CPU 
 
 
 def on_cards(context: int) -> Presets:
-    """Return the usual presets of all sizes of cards, with `context` tokens of prompt and completion together."""
+    """Return the usual presets for all card sizes, with `context` tokens for prompt and completion together."""
     return {
         "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
         "24": Preset("Qwen/Qwen2.5-3B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
@@ -152,7 +152,7 @@ def fault(options: RecipeOptions, defaults: dict[str, Any], preset: Preset) -> s
 def without_card(
     preset: Preset, model: str, form: str, settings: dict[str, Any], options: RecipeOptions
 ) -> dict[str, Any]:
-    """Return the settings to change where a CPU, which has no paged optimizers, uses a card's preset; log a warning."""
+    """Return the settings to change if a CPU uses a card's preset: a CPU has no paged optimizers. Log a warning."""
     import torch
 
     if torch.cuda.is_available():
@@ -174,12 +174,12 @@ def weights(four_bit: bool, in_fp8: bool) -> str:
 
 
 def either(asked: T | None, default: T) -> T:
-    """Return `asked`, or the default if it is None. A 0 is kept, so that the code that uses it can refuse it."""
+    """Return `asked`, or the default if it is None. A 0 is kept, so that it can be refused later."""
     return default if asked is None else asked
 
 
 def size_of(gpu: str) -> str:
-    """Return the size in GiB as presets name it, without its unit."""
+    """Return a card size as presets name it: in GiB, without the unit."""
     return re.sub(r"(?i)\s*gi?b$", "", gpu)
 
 
@@ -192,7 +192,7 @@ def choose(gpu: str, presets: Presets) -> tuple[str, Preset]:
 
 
 def fitting_size(presets: Presets) -> str:
-    """Return the largest size that fits this machine's card; CPU without a card, or without a preset for any card.
+    """Return the largest preset size that fits this machine's card; CPU if there is no card, or no preset for cards.
     Raises ValueError for a card below the smallest preset."""
     import torch
 

@@ -7,7 +7,7 @@ from lowmem_grpo.data.files import cell_text
 
 
 def question_text(*parts: Any, marks: str = "") -> str:
-    """Join the parts as paragraphs, without empty ones. A part may be a list of choices, or {"text": list, "label":
+    """Join the parts as paragraphs, without empty parts. A part may be a list of choices, or {"text": list, "label":
     list}. Each choice gets its own line: `A. Paris` with its label or with marks="ABCD", otherwise `- Paris`."""
     return "\n\n".join(text for part in parts if (text := choices_text(part, marks)))
 

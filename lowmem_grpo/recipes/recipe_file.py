@@ -47,7 +47,7 @@ def find_function(name: str) -> Any:
 
 def refuse_unknown(name: str) -> None:
     """Raise ValueError for a name without a colon that is not in lowmem_grpo.rewards, and for a name whose file or
-    package does not exist. This imports no file of the user's."""
+    package does not exist. The user's files are not imported."""
     home, colon, _ = name.rpartition(":")
     if home.endswith(".py") and not Path(home).is_file():
         raise ValueError(f"there is no file {home}")

@@ -84,7 +84,7 @@ class TicTacToe:
 
 
 def shown(board: str) -> str:
-    """Return the board as three lines of three squares, with a list of the free ones."""
+    """Return the board as three lines of three squares, followed by a list of the free squares."""
     lines = ["|".join(board[start : start + 3]) for start in (0, 3, 6)]
     return "\n".join([*lines, f"Free: {' '.join(EMPTY[place] for place in free(board))}"])
 
@@ -120,7 +120,7 @@ def value(board: str, mark: str) -> int:
 
 
 def best_moves(board: str, mark: str) -> list[int]:
-    """Return all moves of a perfect player; a player that always took the first could be learned by heart."""
+    """Return all moves of a perfect player. If it always played the first, a policy could memorize its games."""
     values = {place: -value(played(board, place, mark), other(mark)) for place in free(board)}
     return [place for place, worth in values.items() if worth == max(values.values())]
 

@@ -67,8 +67,8 @@ WORLDS = {
 
 
 class TwentyQuestions:
-    """An environment in which the base model is told the thing, and answers each question without seeing the others.
-    The seed chooses the thing.
+    """An environment in which the base model is told a secret thing, and answers each question without seeing the
+    other questions. The seed chooses the thing.
 
     If `opponent` is set, it answers instead of the base model: it gets the same prompt, and returns a reply.
     """
@@ -145,7 +145,7 @@ def question_of(limit: int) -> str:
 
 
 def truth(number: str, question: str) -> str:
-    """Return the right answer about a number; ValueError for a question of another form."""
+    """Return the right answer about a number; ValueError for a question that is not `Is it above N?`."""
     limit = limit_in(question)
     if limit is None:
         raise ValueError(f"{question!r} is not of the form 'Is it above N?'")
@@ -153,7 +153,7 @@ def truth(number: str, question: str) -> str:
 
 
 def truthful(told: str) -> str:
-    """Answer the base model's prompt truthfully."""
+    """Return the true answer to a prompt for the base model."""
     first, question = told.split("\n")
     return truth(first.removeprefix("You think of: ").split(".")[0], question)
 

@@ -27,8 +27,8 @@ def answer(
     model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams, adapter: Any = None,
     together: int = TOGETHER,
 ) -> Answers:
-    """Sample `params.n` answers to each row, about `together` at a time. An answer is right if the first function
-    returns more than 0; the values of the other functions are averaged."""
+    """Sample `params.n` answers to each row, in batches of about `together` answers. An answer is right if the first
+    function returns more than 0; the values of the other functions are averaged."""
     prompts = [row["prompt"] for row in rows]
     outputs = [output for part, seed in parts(prompts, params, together) for output in
                model.fast_generate(part, seeded(params, seed), adapter)]
@@ -60,8 +60,8 @@ def in_rows(values: list[Any], width: int) -> list[list[Any]]:
 def judge(
     functions: list[Right], groups: list[RolloutGroup], episodes: bool = False
 ) -> tuple[list[bool | None], dict[str, float]]:
-    """Return the first function's verdicts (N,) on the rollouts (None where it returned None), and the mean value of
-    each other function, by name."""
+    """Return the first function's verdicts (N,) on the rollouts, and the mean value of each other function, by name. A
+    verdict is None if the function returned None."""
     rewards = [function.reward() if isinstance(function, Verifier) else function for function in functions]
     scorer = RewardScorer(rewards, episodes=episodes)
     scores = score_groups(scorer, groups, None)
@@ -77,7 +77,7 @@ def mean(values: list[float | None]) -> float:
 
 
 def rows_of(dataset: Any, limit: int | None) -> list[dict[str, Any]]:
-    """Return the rows with a prompt among the first `limit`; warn of empty prompts. ValueError if all are empty."""
+    """Return those of the first `limit` rows that have a prompt; warn of empty prompts. ValueError if all are empty."""
     check_dataset(dataset)
     dataset = stream.rows_of(dataset)
     rows = [dataset[index] for index in range(min(len(dataset), limit or len(dataset)))]
@@ -130,7 +130,7 @@ class Evaluation:
 
 
 def over_completions(parts: list[Part]) -> dict[str, float]:
-    """Return the mean of each logged metric, weighted by the completions of the parts that logged it."""
+    """Return the mean of each logged metric over the parts that logged it, weighted by each part's completions."""
     logs: dict[str, list[tuple[float, int]]] = {}
     for groups, logged in parts:
         size = sum(len(group.rollouts) for group in groups)

@@ -21,9 +21,9 @@ COUNTS = ("/invalid", "/unjudged")
 
 
 class Collector:
-    """The collector of the `draws.count` groups of an update:
+    """Collects the `draws.count` groups of an update:
 
-    1. It samples and scores that many prompts.
+    1. It samples and scores `draws.count` prompts.
     2. Dynamic sampling: while some groups have no signal, it samples more prompts, at most `dynamic_sampling_rounds`
        times. New groups with signal replace groups without.
     3. Replay: kept groups of earlier steps replace the groups that still have no signal.
@@ -91,14 +91,14 @@ class Collector:
         return groups
 
     def score(self, groups: list[RolloutGroup], calls: RewardBatch) -> dict[str, float]:
-        """Set rewards, baselines and advantages of sampled groups; returns the metrics that functions logged."""
+        """Set rewards, baselines and advantages of sampled groups; return the metrics that reward functions logged."""
         scores = calls.settle(groups)
         if self.scoring.settings.advantage_estimator == "remax":
             self.set_baselines([group for group in groups if group.baseline is None])
         return self.scoring.apply(groups, scores)
 
     def set_baselines(self, groups: list[RolloutGroup]) -> None:
-        """Sample a greedy completion of each group's prompt, and set the group's baseline to its reward (ReMax)."""
+        """Sample a greedy completion of each group's prompt; its reward becomes the group's baseline (ReMax)."""
         if not groups:
             return
         prompts = [Prompt(group.row, group.prompt_ids, "") for group in groups]
@@ -146,7 +146,7 @@ class Collector:
         return surplus
 
     def replay_into(self, places: list[RolloutGroup]) -> None:
-        """Replace groups without signal by kept groups."""
+        """Replace groups without signal by groups from the replay buffer."""
         empty = self.empty(places)
         kept = self.replay.take_groups(len(empty), self.state.policy_version)
         ages = [age_of(group, self.state.policy_version) for group in kept]
@@ -156,7 +156,7 @@ class Collector:
             self.counts["sampling/replay_age"] = fmean(ages)
 
     def metrics(self, groups: list[RolloutGroup], seconds: float) -> dict[str, float]:
-        """Return a step's metrics: `groups/` cover the groups to train on, other metrics all sampled groups."""
+        """Return a step's metrics: `groups/` covers the groups to train on, the other metrics all sampled groups."""
         trained = {name: value for name, value in rollout_metrics(groups, []).items() if name.startswith("groups/")}
         pools = {} if self.source.pools is None else self.source.pools.metrics()
         return {**rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
@@ -175,7 +175,7 @@ class SharedCollector(Collector):
         super().__init__(*parts)
 
     def draw_groups(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
-        """Sample and score these prompts, each rank its share; returns the groups of all ranks."""
+        """Sample and score this rank's share of the prompts; return the groups of all ranks."""
         share = self.ranks.place.share(len(prompts))
         mine, tokens, seen = [prompts[place] for place in share], self.tokens, self.state.num_tokens
         params = replace(params, part=(share.start, len(prompts)))

@@ -3,8 +3,8 @@
     while there are episodes: queue requests from finished tool and environment calls; decode; pass turns to workers
 
 Groups finish one by one, so that their rewards are computed while other episodes are played. If an environment fails,
-its episode is played once more with the same seeds; if it fails again, its rollout is left out of the step. A run in
-which all episodes fail ends.
+the episode is played once more with the same seeds; if that fails too, its rollout is left out of the step. The run
+ends if all episodes fail.
 """
 
 import logging
@@ -84,7 +84,7 @@ class Episodes:
                            "the user, as in TRL; to give it a task let reset return a text, or give the rows a prompt")
 
     def name_failures(self, failures: list[Failure]) -> None:
-        """Log the first failures of a batch, with the traceback in the user's code unless it was logged before."""
+        """Log the first failures of a batch. A traceback, limited to the user's code, is logged once."""
         for said, error in failures[:NAMED]:
             lines = where_it_failed(error)
             logger.warning("an environment failed: %s%s", said, "" if lines in self.shown else lines)
@@ -149,7 +149,7 @@ class EpisodeBatch:
             converse(engine, self, params, tokenizer)
 
     def next_requests(self, busy: bool) -> list[Request]:
-        """Return the requests for turns that are ready (see `Conversation`); none if the base model should speak."""
+        """Return the requests for ready turns (see `Conversation`); none if the base model should speak first."""
         self.collect_all(not busy)
         while not busy and self.workers.running and not (self.ready or self.held):
             self.collect(wait=True)
@@ -160,11 +160,11 @@ class EpisodeBatch:
 
     @property
     def held(self) -> bool:
-        """True if at least half of the episodes in play wait for the base model, which then speaks first."""
+        """True if at least half of the episodes in play wait for the base model. The policy's turns then wait."""
         return 2 * len(self.other.waiting) >= len(self.live) > 0
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
-        """Add a sampled turn to its episode; then let a worker run its tool calls or environment step, or finish."""
+        """Add a sampled turn to its episode. A worker then runs its tool calls or environment step, or the ending."""
         episode = self.live[key]
         self.submit(key, episode.add_turn(rollout) or episode.finish)
 
@@ -210,7 +210,7 @@ class EpisodeBatch:
                 self.settle(job, self.live[job.key])
 
     def settle(self, job: WorkerJob, episode: Episode) -> None:
-        """Continue or end an episode with a worker's result, or fail it with its error."""
+        """Continue or end an episode with the result of its job. If the job raised an error, fail the episode."""
         episode.seconds += job.seconds
         if isinstance(job.error, EnvironmentFailedError | ToolOutage | TimeoutError):
             self.fail(episode, job.error)
@@ -226,7 +226,7 @@ class EpisodeBatch:
             self.go_on(episode, job)
 
     def go_on(self, episode: Episode, job: WorkerJob) -> None:
-        """Turn an answer into the episode's next prompt, a question to the base model, or its end."""
+        """Continue after a worker's answer: request the next turn, ask the base model, or end the episode."""
         try:
             if job.result.asks is not None:
                 return self.ask(episode, job.result.asks, job.seconds)

@@ -70,8 +70,8 @@ class ParityGate:
         self.packer = Packer(policy.device, memory or RunMemory().train)
 
     def watch(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Run `check` if it is due, and return its metrics. The first rollouts of a resumed run are checked too, but
-        without metrics, so that its records equal the records of a run that was never stopped."""
+        """Run `check` if it is due, and return its metrics. The first rollouts after a resume are checked too, but
+        without metrics, so that the records equal those of a run that was never stopped."""
         step = self.state.global_step
         due = self.every and (step == 0 or step // self.every > (step - self.stride) // self.every)
         if not due and (self.started or not self.every):
@@ -161,7 +161,7 @@ def later_turns(batch: MicroBatch) -> Tensor:
 
 
 def advice(cache_dtype: str, metrics: dict[str, float], correction: bool | None, bound: float) -> str:
-    """Return a log line with the difference measured with an 8-bit KV cache, and how the run does or can correct it."""
+    """Return a log line about an 8-bit KV cache: the difference measured, and how the run corrects it or could."""
     k3, mean, most = (metrics[f"sampling/parity/{name}"] for name in ("k3", "mean", "max"))
     if correction:
         now = "Tokens are weighed for it (vllm_importance_sampling_correction=True)"

@@ -123,10 +123,10 @@ def generate_rollout_completions(
     trainer: Any, prompts: list[Any], *, generation_overrides: Mapping[str, Any] | None = None,
     as_chat: bool | None = None,
 ) -> list[dict[str, Any]]:
-    """Sample one completion of each prompt with the trainer's engine and the run's settings: TRL's helper for a
-    `rollout_func`. A prompt is a rendered text, chat messages, or token ids, which are continued exactly.
+    """Sample one completion of each prompt with the trainer's engine and the run's settings, as TRL's helper of this
+    name does. A prompt is a rendered text, chat messages, or token ids, which are continued exactly.
     `generation_overrides` are fields of SamplingParams. Returns `prompt_ids`, `completion_ids`, `logprobs` and `text`
-    of each prompt's completion."""
+    of each completion."""
     player = getattr(trainer, "player", None)
     if not isinstance(player, RolloutFunction):
         raise ValueError("generate_rollout_completions is for a trainer with a rollout_func: "
@@ -223,9 +223,9 @@ def shown(value: Any) -> str:
 
 
 def rollout_of(histories: Sequence[History], prompt: list[int] | None = None) -> Rollout:
-    """Return the rollout of these histories for a group with this prompt (P,); None takes the first turn's prompt.
-    A turn is shared if several histories contain the same object. The order of the histories decides which sequence
-    holds a shared turn; it does not change the gradient. ValueError if there is no turn."""
+    """Return the rollout of these histories, for a group with the prompt ids `prompt` (P,), by default the first
+    turn's. A turn is shared if several histories contain the same object. The order of the histories decides which
+    sequence holds a shared turn; it does not change the gradient. ValueError if there is no turn."""
     sequences = sequences_among(turns_of(histories))
     if not sequences:
         raise ValueError("a rollout without a turn of the policy has nothing to train")

@@ -32,7 +32,7 @@ class Player(Protocol):
 
 
 class Overlap(Protocol):
-    """Training on complete groups while others are sampled."""
+    """The interface of objects that train on complete groups while other groups are sampled."""
 
     def start_step(self, prompts: list[Prompt], calls: RewardBatch) -> None: ...  # `calls` score the groups
 
@@ -44,7 +44,7 @@ class Overlap(Protocol):
 
 
 class Sampler:
-    """The sampler of a run. It uses a user-supplied engine, or requests the model's engine again before each call."""
+    """The sampler of a run. It uses a user-supplied engine, or gets the model's engine anew before each call."""
 
     def __init__(
         self, model: FastPeftModel, policy: Policy, tokenizer: PreTrainedTokenizerBase, memory: RunMemory,
@@ -57,8 +57,7 @@ class Sampler:
         self.said_padding = False  # True once the log says that ids without a text were sampled
 
     def renew(self) -> None:
-        """Request the model's engine again: a process can have only one vLLM engine, and another model may have closed
-        this one."""
+        """Get the model's engine again: a process has only one vLLM engine, and another model may have closed it."""
         if self.is_callers or self.engine.name != "vllm":
             return
         engine = self.model.engine(self.policy, self.tokenizer)
@@ -92,8 +91,8 @@ class Sampler:
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 
     def say_padding(self, completions: list[list[int]]) -> None:
-        """Warn once if sampled ids have no token because they only pad the vocabulary. Such ids are trained on all the
-        same, because leaving them out would be off-policy."""
+        """Warn once if sampled ids only pad the vocabulary and stand for no token. These ids are still trained on,
+        because leaving them out would be off-policy."""
         known = len(self.tokenizer)
         if self.said_padding or all(max(ids, default=0) < known for ids in completions):
             return

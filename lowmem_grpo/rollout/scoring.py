@@ -27,7 +27,7 @@ OF_TOOLS = ("answer", "parse_error")  # endings that only episodes with tools ha
 
 class EnvironmentReward:
     """The reward function of one environment class, named like the class: the sum of the rewards of an episode's turns.
-    None for an episode in an environment of another class, and if no turn had a reward."""
+    It gives None for an episode in an environment of another class, or if no turn had a reward."""
 
     by_group = True  # scores each episode alone, so it may be called while other groups are sampled
 
@@ -35,7 +35,7 @@ class EnvironmentReward:
         self.kind, self.__name__ = kind, kind.__name__
 
     def __call__(self, *, turns: list[list[Turn]], environments: list[Any], **kwargs: Any) -> list[float | None]:
-        """Return the rewards (N,) of N episodes. TypeError if one is not a number, ValueError for NaN and infinity."""
+        """Return the rewards (N,) of N episodes. TypeError if a reward is not a number, ValueError if not finite."""
         played = zip(turns, environments, strict=True)
         return [self.pay(each) if environment is None or type(environment) is self.kind else None
                 for each, environment in played]
@@ -62,7 +62,7 @@ class Scoring:
         self, scorer: RewardScorer, settings: AdvantageSettings, state: TrainerState, clock: Clock | None = None,
         credit: EpisodeSettings | None = None,
     ) -> None:
-        """`settings` are the settings of advantages, `credit` the settings of credit per turn (None: no such credit).
+        """`settings` are the settings of advantages, `credit` those of credit per turn (None: no credit per turn).
         Reward functions get `state`."""
         self.credit = credit
         self.scorer, self.settings, self.state, self.clock = scorer, settings, state, clock or Clock()
@@ -77,9 +77,9 @@ class Scoring:
         return RewardBatch(self.scorer, prompts, self.state, self.clock)
 
     def apply(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
-        """Set rewards, their weighted sum and the advantage of every rollout; returns logged metrics. A NaN or infinite
-        reward becomes None and, unless the function's weight is 0, goes into `invalid_rewards`, and its step is
-        skipped. A group in which a required function returns None is `unjudged`."""
+        """Set rewards, their weighted sum and the advantage of every rollout; return the logged metrics. A NaN or
+        infinite reward becomes None. Unless its function's weight is 0, it is listed in `invalid_rewards`, and the step
+        is skipped. A group in which a required function returned None is `unjudged`."""
         with self.clock.phase("reward"):
             self.set_rewards(groups, scores)
             unjudged = self.mark_unjudged(groups, scores)
@@ -140,7 +140,7 @@ class Scoring:
                 )
 
     def mark_unjudged(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
-        """Mark groups in which a required function returned None; returns the count of such completions by function."""
+        """Mark groups in which a required function returned None; return how often each required function did."""
         missing = {name: [value is None for value in scores.returned[name]] for name in self.scorer.required}
         start = 0
         for group in groups:
@@ -152,8 +152,8 @@ class Scoring:
 
     def set_baselines(self, groups: list[RolloutGroup], greedy: list[RolloutGroup], scores: Scores) -> None:
         """Set the baseline of each group to the reward of its prompt's greedy completion (ReMax). `greedy` has one
-        rollout per group, with these `scores`, whose logged metrics are ignored. The baseline stays None if every
-        function, or any required one, returned None."""
+        rollout per group, and `scores` are its scores, whose logged metrics are ignored. The baseline stays None if
+        every function, or any required function, returned None."""
         for name, count in scores.invalid.items():
             if count:
                 logger.warning("reward %s gave NaN or infinity for %d greedy completions: no baseline of it", name,
@@ -189,7 +189,7 @@ def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, f
 
 
 def episode_metrics(episodes: list[Rollout]) -> dict[str, float]:
-    """Return metrics of turns, endings, tool calls (under TRL's names), and the share of prompt tokens cached."""
+    """Return metrics of turns, endings and tool calls (under TRL's names), and the share of cached prompt tokens."""
     turns = [turn for rollout in episodes for turn in rollout.turns]
     numbers = [len(rollout.turns) for rollout in episodes]
     endings = [rollout.ending for rollout in episodes]
@@ -209,7 +209,7 @@ def episode_metrics(episodes: list[Rollout]) -> dict[str, float]:
 
 
 def waiting_share(groups: list[RolloutGroup], seconds: float) -> dict[str, float]:
-    """Return the mean share of the `seconds` of sampling that an episode waited for its tools and environment."""
+    """Return the share of the sampling `seconds` that an episode waited on average for its tools and environment."""
     waited = [sum(turn.seconds for turn in rollout.turns) for group in groups for rollout in group.rollouts
               if rollout.turns]
     return {"tools/waiting_share": fmean(waited) / seconds} if waited and seconds else {}

@@ -23,10 +23,10 @@ CONTEXT = ("system", "user", "tool")
 
 
 class BaseModelPlayer:
-    """The questions of a batch's episodes to the base model, as a `Conversation` for the engine."""
+    """The questions that a batch's episodes ask the base model, as a `Conversation` for the engine."""
 
     def __init__(self, heard: Heard, collect: Callable[[bool], None]) -> None:
-        """`heard` gets each reply; `collect` processes the results of workers (True: wait for them, if in rounds)."""
+        """`heard` gets each reply. `collect` processes workers' results; with True, it may wait for the workers."""
         self.heard, self.collect = heard, collect
         self.waiting: dict[int, tuple[Request, AskBase]] = {}  # questions by episode key
         self.open: dict[int, AskBase] = {}  # questions that the engine is decoding, by episode key
@@ -40,7 +40,7 @@ class BaseModelPlayer:
             self.waiting[request.key] = (request, ask)
 
     def next_requests(self, busy: bool) -> list[Request]:
-        """Return the waiting questions with the current temperature; see `Conversation`."""
+        """Return the waiting questions of the temperature that is being decoded; see `Conversation`."""
         self.collect(not busy)
         keys = sorted(key for key, (_, ask) in self.waiting.items() if ask.temperature == self.temperature)
         taken = [self.waiting.pop(key) for key in keys]
@@ -94,15 +94,15 @@ class Watched:
     capabilities = frozenset({CONVERSE})
 
     def __init__(self, engine: Any, tell: Tell, who: str = "", base: Callable[[], Any] | None = None) -> None:
-        """`tell` is called with (speaker, text). `who` names the speaker of the engine's turns; if empty, they are not
-        reported. `base` returns the engine that samples the base model; None uses `engine`."""
+        """`tell` is called with (speaker, text). `who` names the speaker of the engine's turns; if it is empty, these
+        turns are not reported. `base` returns the engine that samples the base model, by default `engine`."""
         self.engine, self.tell, self.who = engine, tell, who
         self.base = base or (lambda: engine)
         self.asked: Any = None  # the engine that samples the base model; None outside `base_model`
         self.name, self.slots = engine.name, getattr(engine, "slots", None)
 
     def converse(self, conversation: Any, params: SamplingParams) -> None:
-        """Decode as `Engine.converse` does, and report it. The base model's replies are not reported."""
+        """Decode as `Engine.converse` does, and report the messages, except the base model's replies."""
         if self.asked is not None:
             self.asked.converse(conversation, params)
         else:

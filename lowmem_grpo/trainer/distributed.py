@@ -62,7 +62,7 @@ class Heartbeat:
         self.thread.join(limit or self.patience)
 
     def run(self) -> None:
-        """Beat until this rank closes or the run is broken; then tell the others why."""
+        """Beat until this rank closes or the run is broken. If the run is broken, tell the other ranks why."""
         with suppress(RuntimeError):  # the store has ended, with the process that holds it
             while not self.ended.wait(self.beat) and not self.broken:
                 self.exchange()
@@ -74,7 +74,7 @@ class Heartbeat:
                 left = self.store.add("left", 0)
 
     def exchange(self) -> None:
-        """Write this rank's beat, and read the beats of all ranks and, if the run is broken, the reason."""
+        """Write this rank's beat, and read all ranks' beats. If the run is broken, read the reason too."""
         beats = [self.store.add(f"beat/{rank}", int(rank == self.place.rank)) for rank in range(self.place.count)]
         now = time.monotonic()
         self.seen = [old if old[0] == beat else (beat, now) for old, beat in zip(self.seen, beats, strict=True)]
@@ -122,11 +122,11 @@ class Ranks:
             self.here = machines.count(machines[self.rank])
 
     def mine(self, things: Sequence[T], cost: Callable[[T], float]) -> list[T]:
-        """Return this rank's share of things that all ranks hold, in order; all shares cost about the same."""
+        """Return this rank's share of `things` (the same in all ranks), in order. Shares cost about the same."""
         return list(things) if self.count == 1 else balanced(things, cost, self.count)[self.rank]
 
     def gather(self, what: str, own: T) -> list[T]:
-        """Return the `own` of all processes in rank order, pickled for the transfer; errors name the call `what`."""
+        """Return each process's `own`, in rank order. The values travel as pickles, and errors name the call `what`."""
         if self.count == 1:
             return [own]
         data = pickle.dumps(own)
@@ -135,11 +135,11 @@ class Ranks:
                 for rank, part in enumerate(parts)]
 
     def first(self, what: str, make: Callable[[], T]) -> T:
-        """Call `make` in the first process, and return its result in all of them."""
+        """Call `make` in the first process only, and return its result in all processes."""
         return self.gather(what, make() if self.leads else None)[0]  # type: ignore[return-value] # it made one
 
     def meet(self, what: str, size: int = 0) -> list[int]:
-        """Wait until all processes have reached `what`; return each process's `size`. A process may exit after this."""
+        """Wait until all processes make the call named `what`; return each process's `size`. Each may then exit."""
         if self.count == 1:
             return [size]
         began, what = time.monotonic(), what[:NAME]
@@ -162,7 +162,7 @@ class Ranks:
         return [part.numpy().tobytes() for part in held]
 
     def finish(self, what: str, work: Any) -> None:
-        """Wait for a transfer. RankError if it breaks off, with the reason as soon as a heartbeat knows it."""
+        """Wait for a transfer. If it breaks off, raise RankError, with the reason if a heartbeat learns it in time."""
         began = time.monotonic()
         try:
             while not work.is_completed():
@@ -219,7 +219,7 @@ class Ranks:
         return torch.device("cpu") if self.card_group is self.group else device
 
     def metrics(self, step_time: float, own: dict[str, float]) -> dict[str, float]:
-        """Return the step's `own` metrics of all ranks, and their waiting and busy seconds, named ranks/RANK/NAME."""
+        """Return each rank's `own` metrics and its waiting and busy seconds in this step, named ranks/RANK/NAME."""
         if self.count == 1:
             return {}
         waited, self.waited = self.waited, 0.0
@@ -276,10 +276,10 @@ def joined(place: Place) -> Ranks:
 
 
 def part_of_start(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
-    """Return a part of the store that only this launch uses, because a launcher that restarts the processes may keep
-    its store with the former processes' keys. Each process takes a new name, and all agree on the list of names as the
-    prefix, since torchrun's counts of restarts differ from machine to machine. TimeoutError, with the missing ranks, if
-    they do not all join in time."""
+    """Return a part of the store that only this launch uses: a launcher that restarts the processes may keep the store,
+    with the old processes' keys. Each process sets a new random name, and the prefix is the list of all ranks' names.
+    Restart counts of torchrun cannot be the prefix, since they differ from machine to machine. TimeoutError, with the
+    missing ranks, if some do not join in time."""
     keys, end = [f"name/{each}" for each in range(count)], time.monotonic() + timeout.total_seconds()
     store.set(keys[rank], uuid4().hex)
     while True:

@@ -1,4 +1,4 @@
-"""Evaluations of all trainers: of one dataset, or of several by name."""
+"""The evaluation that all trainers share, on one dataset or on several datasets by name."""
 
 import math
 import time
@@ -42,8 +42,8 @@ def evaluation_sets(dataset: Any, args: TrainSettings, read: Callable[[Any, str]
 
 
 def evaluate_sets(trainer: Any, dataset: Any, prefix: str) -> dict[str, float]:
-    """Evaluate these datasets, by default the trainer's own, one of which may be given by its name; return all their
-    metrics. ValueError if it has none."""
+    """Return the metrics of `dataset`: rows, a dict of datasets by name, the name of one of the trainer's evaluation
+    datasets, or None for all of these. ValueError for None if the trainer has no evaluation dataset."""
     if isinstance(dataset, str) and isinstance(trainer.eval_sets, dict) and dataset in trainer.eval_sets:
         return evaluate_rows(trainer, trainer.eval_sets[dataset], prefix)
     rows = trainer.eval_sets if dataset is None else evaluation_sets(dataset, trainer.args, trainer.evaluation_rows)

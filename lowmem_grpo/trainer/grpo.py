@@ -49,9 +49,9 @@ class GRPOTrainer(Trainer):
         environment_factory: Any = None, engine: Engine | None = None, tokenizer: Any = None, parse: Any = None,
         **others: Any,
     ) -> None:
-        """The parameters are TRL's, in its order, and two more: `engine`, the caller's own engine, and `parse`, which
-        reads tool calls in a format that is not built in (see `Toolbox`). `tokenizer` is an older name of
-        `processing_class`; `others` may be settings, and any other name is refused."""
+        """The parameters are TRL's, in TRL's order, followed by two of our own: `engine`, a user-supplied engine, and
+        `parse`, which reads tool calls in a format that is not built in (see `Toolbox`). `tokenizer` is an older name
+        of `processing_class`. `others` may be settings; any other name is refused."""
         check_model(model, type(self))
         config = taken_in(others, settings_of(args, self.settings), type(self))
         players = self.players = EpisodeSetup(config, tools, environment_factory, rollout_func, parse)
@@ -103,7 +103,7 @@ class GRPOTrainer(Trainer):
     def sample(
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[RolloutGroup]:
-        """Return `params.n` unscored rollouts of each prompt; call `on_group` for a prompt once its n are complete."""
+        """Return `params.n` unscored rollouts of each prompt; call `on_group` for a prompt once it has all of them."""
         return self.sampler.sample(prompts, params, on_group)
 
     def renew_engine(self) -> None:
@@ -118,19 +118,19 @@ class GRPOTrainer(Trainer):
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any],
         completion_ids_list: list[list[int]],
     ) -> torch.Tensor:
-        """Return the reward of each of R functions for each of N completions, (N, R) in float32, NaN for None. Name and
-        arguments are TRL's (`inputs` are the rows, one per completion). If a subclass overrides this method, the
-        override is called once for all completions of a step, in place of the functions."""
+        """Return the reward of each of R functions for each of N completions, (N, R) in float32, NaN for None. The name
+        and the arguments are TRL's (`inputs` are the rows, one per completion). If a subclass overrides this method,
+        the override is called once for all completions of a step, in place of the functions."""
         paid = self.scorer.call_rows(inputs, prompts, completions, completion_ids_list, self.state)
         columns = [[math.nan if reward is None else reward for reward in column] for column in paid]
         return torch.tensor(columns, dtype=torch.float32, device=self.policy.device).T
 
     def rollout(self) -> list[RolloutGroup]:
-        """Sample and score the next prompts; returns groups with rewards and advantages, selected by `Collector`."""
+        """Sample and score the next prompts; return groups with rewards and advantages, selected by `Collector`."""
         return self.collector.collect()
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """Train on scored groups, in the settings' optimizer steps or the first `at_most`; returns metrics."""
+        """Train on scored groups and return metrics. `at_most` limits the number of optimizer steps."""
         if self.overlap is None:
             return super().update(groups, at_most)
         with self.clock.phase("train"), self.overlap.gradient(groups) as begun:
@@ -151,12 +151,12 @@ class GRPOTrainer(Trainer):
         return self.collector.sampled
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Return rewards, lengths and speed of the sampled groups, measured and planned seconds, and memory."""
+        """Return the sampled groups' rewards, lengths and speed, measured and planned seconds, and memory use."""
         return {**self.collector.metrics(groups, self.clock.seconds["generate"]),
                 **super().measured(before, groups, timing)}
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
-        """Return rows with prompts; an int asks for that many held-out seeds of an environment."""
+        """Return rows with prompts. If `dataset` is an int, return that many held-out seeds of an environment."""
         rows = self.players.evaluation_rows(dataset if isinstance(dataset, int) else super().evaluation_rows(
             dataset, parameter))
         check_dataset(rows)
@@ -209,7 +209,8 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def logs(function: Any) -> bool:
-    """Return whether a reward function takes `log_metric` or `log_extra`; True for callable objects, which may."""
+    """Return whether a reward function takes `log_metric` or `log_extra`; True for callable objects, which may do
+    so."""
     named = inspect.signature(function).parameters if inspect.isfunction(function) else ["log_metric"]
     return "log_metric" in named or "log_extra" in named
 

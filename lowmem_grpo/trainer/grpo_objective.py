@@ -56,7 +56,7 @@ class GRPOObjective(Objective):
         return LOSS_TYPES[self.config.loss_type].counts_generation
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        """Return the fields to compute before the steps; a single step's old log-probabilities equal its own."""
+        """Return the fields to compute before the steps. A single step's old log-probabilities are its current ones."""
         wanted = {"old_logprobs": optimizer_steps > 1, "ref_logprobs": self.config.beta != 0,
                   "entropy": self.config.top_entropy_quantile < 1}
         return tuple(name for name, needed in wanted.items() if needed)
@@ -101,7 +101,7 @@ class GRPOObjective(Objective):
                 if not (rollout.failed or (masked and rollout.finish_reason == "length"))]
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Return the counted rollouts whose advantage is not 0, or all of them with a KL term or an entropy bonus."""
+        """Return the counted rollouts with nonzero advantage; with a KL term or an entropy bonus, all that count."""
         everything = self.config.beta or self.entropy is not None
         return [rollout for rollout in self.counted(rollouts) if everything or rollout.has_signal]
 
@@ -132,7 +132,7 @@ class GRPOObjective(Objective):
         return self.correct_mismatch, self.stale, self.entropy_applied
 
     def rescaled(self, before: StepTotals, after: StepTotals) -> float:
-        """Return the factor from a token's weight by the totals `before` to that by `after`; tokens share it."""
+        """Return the ratio of any token's weight under the totals `after` to its weight under `before`."""
         first, second = (
             LOSS_TYPES[self.config.loss_type].weights(
                 torch.ones((), dtype=torch.float64),

@@ -25,7 +25,7 @@ LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skippe
 
 
 class Journal:
-    """Record the completions of every step; return a line to log every `logging_steps` and at the last step."""
+    """Records the completions of every step; returns a line to log every `logging_steps` and at the last step."""
 
     def __init__(
         self, state: TrainerState, records: RunRecords, settings: Any, alarms: Alarms | None = None, prints: bool = True
@@ -69,7 +69,8 @@ class Journal:
 
 
 def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[tuple[RolloutGroup, Rollout]]:
-    """Return completions to print: the first `count`, or if `unique` each prompt's best; else the first prompt's."""
+    """Return completions to print: with `unique` each prompt's best, of at most `count` prompts; else the first
+    `count`, or the best of the first prompt if `count` is None."""
     if count is not None and not unique:
         return [(group, rollout) for group in groups for rollout in group.rollouts][:count]
     return [(group, max(group.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward))

@@ -56,7 +56,7 @@ class Learner:
 
     @property
     def limits(self) -> Limits:
-        """The limits of a micro-batch: tokens, and without a memory plan also sequences."""
+        """The limit of a micro-batch in tokens and, without a memory plan, also in sequences."""
         tokens = self.config.max_tokens_per_micro_batch
         if self.bound.spread is None:
             return Limits(tokens, self.config.per_device_train_batch_size)
@@ -68,7 +68,7 @@ class Learner:
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
-        """Set `fields` of this rank's rollouts from the current policy; `tell_fields` fetches those of others."""
+        """Set `fields` of this rank's rollouts from the current policy; `tell_fields` exchanges them between ranks."""
         random = RandomStates(self.policy.device)
         what = f"recomputing {' and '.join(fields)}"
         for rollout, *values in self.packer.run(what, self.mine(groups), self.limits, self.recompute, random.restore):
@@ -76,7 +76,7 @@ class Learner:
                 setattr(rollout, field, values[field == "entropy"])
 
     def tell_fields(self, groups: list[RolloutGroup], fields: tuple[str, ...]) -> None:
-        """Exchange the filled-in fields, so that each rank has them for all rollouts."""
+        """Exchange the filled-in fields between ranks, so that each rank has the fields of all rollouts."""
         if self.ranks.count == 1 or not fields:
             return
         rollouts = members(groups)
@@ -134,7 +134,7 @@ class Learner:
         self.prepare_again = again if fields else None
 
     def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups with only the rollouts that have a gradient; an unjudged group keeps none."""
+        """Return copies of the groups with only the rollouts that have a gradient; an unjudged group has none."""
         return [replace(group, rollouts=[] if group.unjudged else self.objective.with_gradient(group.rollouts))
                 for group in groups]
 
@@ -142,7 +142,7 @@ class Learner:
         return [replace(group, rollouts=self.objective.counted(group.rollouts)) for group in groups]
 
     def num_tokens(self, groups: list[RolloutGroup]) -> int:
-        """Return the number of sampled tokens that count in the loss. Truncated completions do not, if masked."""
+        """Return the number of sampled tokens that count in the loss. Masked truncated completions do not count."""
         return sum(rollout.num_trained for rollout in members(self.counted_groups(groups)))
 
     def totals(self, groups: list[RolloutGroup], num_tokens: float | None) -> StepTotals:

@@ -24,7 +24,7 @@ TRAINED = ". The adapter is as earlier training left it: to begin with a fresh o
 
 @contextmanager
 def running(trainer: TrlApi, resume: bool | str | None) -> Iterator[None]:
-    """Own the run's folder, and begin or resume the run; end it on exit. Summary and report say how the run ended."""
+    """Lock the run's folder, and begin or resume the run; end it on exit. Summary and report say how the run ended."""
     with owned(trainer.run_dir) if trainer.records.writes else nullcontext():
         start_run(trainer, resume)
         with failure_recorded(trainer):
@@ -78,7 +78,7 @@ def load_checkpoint(trainer: TrlApi, wanted: bool | str) -> bool:
 
 
 def known_run(trainer: TrlApi) -> tuple[dict[str, Any], bool]:
-    """Return the summary in the folder, and whether that run is this trainer's own, stopped early and resumable."""
+    """Return the folder's summary, and whether it is of this trainer's own run, stopped early and resumable."""
     known, state = trainer.records.known(), trainer.state
     mine = bool(trainer.began) and known.get("began") == trainer.began
     return known, mine and state.global_step < state.max_steps and bool(list_checkpoints(trainer.run_dir))
@@ -145,7 +145,7 @@ def failure_recorded(trainer: TrlApi) -> Iterator[None]:
 
 @contextmanager
 def signals_after_steps(trainer: TrlApi) -> Iterator[None]:
-    """Let signals end the run only after a step, and put to sleep an engine that this trainer does not use."""
+    """Let signals end the run only after a step. If the trainer does not sample, let the model's engine sleep."""
     engine = None if trainer.samples else trainer.model.loaded.keeper.kept
     if engine is not None:
         engine.sleep()

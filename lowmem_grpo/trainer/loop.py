@@ -81,8 +81,8 @@ class Trainer(TrlApi):
         return [groups]
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Return this trainer's own metrics for the steps after step `before`, which trained on `groups`: the measured
-        seconds, and if groups are sampled also the planned seconds, and memory."""
+        """Return this trainer's own metrics for the optimizer steps after step `before`, which trained on `groups`.
+        These are the measured seconds and, if groups are sampled, the planned seconds and the memory use."""
         if not self.samples:
             return timing
         updates, plan, planned = self.state.global_step - before, self.parts.planned_time, dict[str, float]()
@@ -97,7 +97,7 @@ class Trainer(TrlApi):
         return []
 
     def weights_changed(self) -> None:
-        """Tell the engine, in trainers that sample, that a step or a checkpoint has changed the adapter's weights."""
+        """In trainers that sample, tell the engine that a step or a checkpoint has changed the adapter's weights."""
         if self.samples:
             self.engine.on_policy_update(self.state.policy_version)
 
@@ -120,7 +120,7 @@ class Trainer(TrlApi):
     # The verbs; each can be called on its own.
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """Train on these groups, in at most `at_most` of the settings' optimizer steps; returns metrics."""
+        """Train on these groups and return metrics. `at_most` limits the number of optimizer steps."""
         with self.clock.phase("train"):
             return self.make_steps(groups, at_most)
 
@@ -181,7 +181,7 @@ class Trainer(TrlApi):
         self.ranks.first("preflight", partial(before_training, self))
 
     def check_unchanged(self) -> None:
-        """Raise ValueError for a setting that was changed after the trainer had read it for good."""
+        """Raise ValueError if a setting that is read only at construction has changed since then."""
         now, then = self.args.to_dict(), self.saver.settings
         if changed := [name for name in self.args.READ_ONCE if now[name] != then[name]]:
             told = "; ".join(f"args.{name} is {now[name]!r}, and was {then[name]!r}" for name in changed)
@@ -220,7 +220,7 @@ class Trainer(TrlApi):
         return self.stops if self.ranks.count > 1 else self.interrupt.requested or self.control.should_training_stop
 
     def start_step(self) -> None:
-        """Begin a step, before its groups are sampled, and mark the state to go back to if the step fails."""
+        """Begin a step, before its groups are sampled. Mark the state to which a failed step goes back."""
         self.clock.restart()
         self.ranks.seed(self.args.seed, self.state.global_step)
         self.saver.mark()
@@ -247,7 +247,7 @@ class Trainer(TrlApi):
             self.save_state()
 
     def agree(self) -> None:
-        """Share each rank's signals and its listeners' requests with all; later signals wait for the next call."""
+        """Share each rank's signals and listeners' requests with all ranks; later signals wait for the next call."""
         asked = self.ranks.gather("what is asked for", (self.interrupt.got, self.control))
         signals = [got for got, _ in asked if got is not None]
         if signals:
@@ -267,7 +267,7 @@ class Trainer(TrlApi):
             self.notify("on_epoch_begin")
 
     def due(self, before: int, epoch: int, every: int | None, strategy: str) -> bool:
-        """Return whether the steps just made end an epoch or the run ("epoch"), or pass a multiple of `every`."""
+        """Return whether steps since `before` ended an epoch or the run ("epoch"), or passed a multiple of `every`."""
         if strategy == "epoch":
             return int(self.state.epoch) > epoch or self.finished
         return strategy == "steps" and every is not None and self.state.global_step // every > before // every

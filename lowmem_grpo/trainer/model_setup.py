@@ -68,7 +68,7 @@ class Brought:
         return self.moved(self.model) if has_lora else self.with_new_lora(self.loaded())
 
     def with_new_lora(self, model: BareModel) -> FastPeftModel:
-        """Return the model with a new LoRA, as peft_config describes it, or else the default LoRA."""
+        """Return the model with a new LoRA, as peft_config describes it; without peft_config, with the default LoRA."""
         if self.peft_config is None:
             trained = FastLanguageModel.get_peft_model(
                 model, random_state=self.settings.seed, use_gradient_checkpointing=self.checkpointing)
@@ -98,7 +98,7 @@ class Brought:
         return False if self.settings.gradient_checkpointing is False else "auto"
 
     def moved(self, model: PeftModel) -> FastPeftModel:
-        """Return a PEFT model with its LoRA in our layers. The caller's model shares the base, so it gets them too."""
+        """Return a PEFT model with its LoRA in our layers. The caller's model, which shares the base, gets them too."""
         config, factors = plain_lora(model)
         base: Any = model.get_base_model()
         check_base(base)
@@ -132,7 +132,7 @@ class Brought:
         return model
 
     def context(self, config: Any) -> int:
-        """Return the context in tokens: the settings', else 2048 or what the run needs, at most the model's own."""
+        """Return the context in tokens: the setting's, or else max(2048, tokens needed); at most the model's limit."""
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or CONTEXT
         wanted = getattr(self.settings, "vllm_max_model_length", None) or max(CONTEXT, self.tokens)
         return int(min(longest, wanted))
@@ -197,8 +197,8 @@ def check_vocabulary(model: Any) -> None:
 
 
 def on_targets(settings: LoraConfig, model: BareModel) -> LoraConfig:
-    """Return a copy of the LoRA settings with this model's module names, or PEFT's for the model type if it has none;
-    ValueError for names that the model lacks, and if there are none."""
+    """Return a copy of the LoRA settings with this model's module names as targets. If the settings name no targets,
+    take PEFT's for the model type. ValueError if PEFT has none, or if the model lacks a named module."""
     config: Any = copy.deepcopy(settings)
     scope, modules = Scope(layers_to_transform=settings.layers_to_transform), config.target_modules
     if modules is None:
@@ -216,7 +216,7 @@ def on_targets(settings: LoraConfig, model: BareModel) -> LoraConfig:
 
 
 def loading_options(init_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Translate options of transformers' `from_pretrained` to our loader's; ValueError for options that ours lacks."""
+    """Translate `from_pretrained` options of transformers to our loader's; ValueError if our loader lacks one."""
     names = {"dtype": "dtype", "torch_dtype": "dtype", "revision": "revision", "token": "token",
              "device_map": "device_map", "quantization_config": "quantization_config"}
     options: dict[str, Any] = {}
@@ -241,7 +241,7 @@ def quantization(config: Any) -> dict[str, Any]:
 
 def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
     """Return the settings and the tensors of the adapter "default". TypeError or ValueError if the model has another
-    (ours may have idle ones), trains more than plain LoRA, or has layers that do not match its settings."""
+    adapter (not an idle one of ours), trains more than plain LoRA, or has layers that do not match its settings."""
     names = list(model.peft_config)
     if names not in ([], [ADAPTER]) and not (isinstance(model, FastPeftModel) and model.active_adapters == [ADAPTER]):
         raise ValueError(f"the model has the adapters {names}; one is trained, named {ADAPTER!r}: delete the others "
@@ -272,7 +272,7 @@ def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
 
 
 def put_factors(base: nn.Module, factors: Factors) -> None:
-    """Make the factors, in 32 bits, the trainable ones of the layers at their paths."""
+    """Put each pair of LoRA factors into the layer at its path, in 32 bits and trainable."""
     for path, sides in factors.items():
         layer: Any = base.get_submodule(path)
         for factor, held in zip((layer.lora_A, layer.lora_B), sides, strict=True):

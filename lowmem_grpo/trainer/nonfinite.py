@@ -35,12 +35,12 @@ ADVICE = {
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row were skipped because of NaN or infinity. The last of them counts as not made."""
+    """Too many steps in a row were skipped because of NaN or infinity. The last of these is not counted as a step."""
 
 
 @dataclass
 class BadRollout:
-    """A rollout that met NaN or infinity, and the place: "reward NAME", one of CAUSES, or "gradient"."""
+    """A rollout with NaN or infinity, and where it occurred: "reward NAME", one of CAUSES, or "gradient"."""
 
     group: RolloutGroup
     rollout: Rollout
@@ -89,7 +89,7 @@ class Guard:
         self.causes: list[str] = []  # why the latest steps in a row were skipped
 
     def rewards(self, groups: list[RolloutGroup]) -> bool:
-        """Return whether any reward of these groups is NaN or infinite; the step then needs no training pass."""
+        """Return whether any reward of these groups is NaN or infinite. If so, the step needs no training pass."""
         bad = [BadRollout(group, rollout, [f"reward {name}" for name in rollout.invalid_rewards])
                  for group in groups for rollout in group.rollouts if rollout.invalid_rewards]
         self.bad += bad
@@ -171,6 +171,6 @@ def spelled(value: float | None) -> float | str | None:
 
 
 def broken_gradients(parameters: dict[str, nn.Parameter]) -> list[str]:
-    """Return the names of parameters whose gradient has NaN or infinity; all names if only the norm overflowed."""
+    """Return the names of parameters with NaN or infinity in the gradient; all names if only the norm overflowed."""
     broken = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
     return broken or list(parameters)

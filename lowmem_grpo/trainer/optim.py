@@ -22,7 +22,7 @@ PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter
 def own_or_made(
     optimizers: Any, parameters: list[nn.Parameter], config: TrainSettings, total_steps: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Return the user's (optimizer, schedule), or build them from the settings; TypeError or ValueError if unusable."""
+    """Return the user's (optimizer, schedule), or make them from the settings; TypeError or ValueError for bad ones."""
     if optimizers is None:
         optimizers = (None, None)
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
@@ -76,7 +76,7 @@ def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, total_steps: int) -> LRScheduler:
-    """Return the schedule; a warm-up given as a share rounds up, as in transformers. ValueError if it is unusable."""
+    """Return the schedule; a warm-up given as a fraction rounds up, as in transformers. ValueError for bad settings."""
     share = config.warmup_steps or config.warmup_ratio
     warmup = int(share) if config.warmup_steps >= 1 else math.ceil(total_steps * share)
     if config.lr_scheduler_type == "constant" and warmup:
@@ -144,7 +144,7 @@ class OptimizerCopy:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore in place, since a rollout engine may use the same tensors; new optimizer state is removed."""
+        """Restore the tensors in place, since a rollout engine may use them too; remove optimizer state that is new."""
         tensors = [tensor for tensor, _ in self.copied]
         wait_for_paged(tensors, tensors)
         for tensor, copy in self.copied:

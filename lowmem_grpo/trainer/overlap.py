@@ -76,7 +76,7 @@ class OverlappedTraining:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Enclose the engine's sampling: wait for the worker on exit; drop the gradient on an error."""
+        """Run the engine's sampling in this context. On exit wait for the worker; on an error drop the gradient."""
         try:
             yield
         except BaseException:
@@ -85,7 +85,7 @@ class OverlappedTraining:
         self.join_worker()
 
     def join_worker(self) -> None:
-        """Wait for the worker's current micro-batch; leave the micro-batches that it has not begun to the update."""
+        """Wait for the worker's current micro-batch; leave those that the worker has not begun to the update."""
         with self.dropping_on_error():
             self.batches.extendleft([batch for batch, job in reversed(self.jobs) if job.cancel()])
             self.collect_jobs(wait=True)
@@ -121,7 +121,7 @@ class OverlappedTraining:
         self.batches += pack(self.learner.trained_groups(ready), tokens, limits.sequences, limits.spread)
 
     def begin_gradient(self, count: int) -> StepAccumulator:
-        """Begin a gradient for prompts with `count` completions each, and note the conditions for its use. Its loss is
+        """Begin a gradient for prompts with `count` completions each, and note the conditions for using it. The loss is
         divided by guessed totals, because the step's tokens are known only once all groups are sampled."""
         objective = self.learner.objective
         objective.start_update([], self.state.policy_version)

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """A model with LoRA, its tokenizer, its policy, which computes log-probabilities, and the ranks that train it."""
+    """A model with LoRA, its tokenizer, its policy (which computes log-probabilities), and the ranks that train it."""
 
     model: FastPeftModel
     tokenizer: Any
@@ -169,7 +169,7 @@ def warn_of_settings(config: GRPOConfig) -> None:
 
 
 def tokens_of_row(config: GRPOConfig) -> int:
-    """Return the most tokens of prompt and completion; without a prompt limit, the completion's counts twice."""
+    """Return the maximum tokens of prompt plus completion; without a prompt limit, both have the completion's limit."""
     return (config.max_prompt_length or config.max_completion_length) + config.max_completion_length
 
 

@@ -34,7 +34,7 @@ TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a tool call as a person types it
 
 
 def takes_two(function: Any) -> bool:
-    """Return whether this is a function, and no async one, that takes two arguments."""
+    """Return whether this is a synchronous function that takes two arguments."""
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -117,7 +117,7 @@ class EpisodeSetup:
         return with_prompts(rows_of(dataset, "eval_dataset"))
 
     def encoder(self, inner: PromptEncoder) -> PromptEncoder:
-        """Return the encoder of rows to prompts; it refuses a chat template that does not show the given tools."""
+        """Return the encoder of rows to prompts. It refuses a chat template that does not render the run's tools."""
         if not self.plays:
             return inner
         self.specs = EnvSpecs(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens,
@@ -134,7 +134,7 @@ class EpisodeSetup:
         return Turns(self.specs.schemas, replies, bool(samples))
 
     def player(self, trainer: Any, context: int) -> Player | None:
-        """Return the player of episodes, or the rollout function; None if a single completion is the answer."""
+        """Return the player of episodes or of the rollout function; None if each rollout is a single completion."""
         if self.rollout_func is not None:
             return RolloutFunction(self.rollout_func, trainer)
         if self.specs is None:
@@ -165,7 +165,7 @@ class Play:
         self, model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams,
         adapter: Any = None, together: int = TOGETHER, settings: Mapping[str, Any] | None = None,
     ) -> Answers:
-        """Answer rows by playing episodes, as `assessment.answer` does; `settings` override those of the object."""
+        """Answer rows by playing episodes; return what `assessment.answer` does. `settings` override the object's."""
         groups: list[RolloutGroup] = []
         player = self.player(model, params, settings or {})
         with adapter_for(model.inner, as_request(adapter)):
@@ -186,7 +186,7 @@ class Play:
         self, model: Any, row: dict[str, Any], right: Right, params: SamplingParams, tell: Tell, adapter: Any = None,
         ask: Callable[[], str] | None = None, settings: Mapping[str, Any] | None = None,
     ) -> tuple[Rollout, bool | None]:
-        """Play one episode; return it with its verdict. `tell` is called with each turn; with `ask` a person plays."""
+        """Play one episode; return it with its verdict. `tell` is called with each turn. With `ask`, a person plays."""
         player = self.player(model, params, settings or {}, typed_calls if ask else None)
         engine = Watched(HumanEngine(model.loaded.tokenizer, ask), tell, base=model.engine) if ask \
             else Watched(model.engine(), tell, "model")
@@ -214,7 +214,7 @@ def episode_settings(config: GRPOConfig) -> dict[str, Any]:
 
 
 def typed_calls(text: str) -> list[ToolCall]:
-    """Return the tool calls in a person's text, one per line, `name(key=value)`; text without any is an answer."""
+    """Return the tool calls in a person's text, one per line, `name(key=value)`; a text without calls is an answer."""
     lines = [line.strip() for line in text.splitlines()]
     return [call for line in lines if TYPED.fullmatch(line) for call in python_calls(line, {})]
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, context: int) -> RunSettings:
-    """Return the planner's settings for a run. Values that the user or a default has set are kept."""
+    """Return the planner's settings for a run, with the values in effect now, whether set by the user or by default."""
     base: Any = model.get_base_model()
     tiled, checkpointing = bool(tiled_mlps(base)), bool(base.is_gradient_checkpointing)
     vocabulary = base.config.get_text_config().vocab_size
@@ -91,7 +91,7 @@ def tiled_mlps(base: Any) -> list[LeanMLP]:
 
 
 def host_bytes_to_fill(processes: int = 1) -> int | None:
-    """Return the host memory, in bytes, that each of `processes` may take; None if it is unknown."""
+    """Return the host memory, in bytes, that each of this many processes may take; None if it is unknown."""
     available = pages.available_host_bytes()
     return None if available is None else max(0, available - pages.SPARE) // processes
 

@@ -65,14 +65,14 @@ class Saver:
         self.measured = self.learner.objective.state()
 
     def go_back(self) -> None:
-        """Go back to the last `mark`, after a step that failed."""
+        """Restore the state of the last `mark`, after a step that failed."""
         self.random.restore()
         drawn, self.replay.entries, self.state.num_tokens, self.state.epoch = self.marked
         self.source.restore(drawn)
         self.learner.objective.restore(self.measured)
 
     def note_evaluated(self, metrics: dict[str, Any]) -> None:
-        """Record the step if its evaluation is the best so far; ValueError if metric_for_best_model is missing."""
+        """Record the step if its evaluation is the best so far; ValueError if `metrics` lack metric_for_best_model."""
         name, state = self.config.best_metric, self.state
         if name is None:
             return
@@ -114,8 +114,8 @@ class Saver:
         self.state.log_history = []
 
     def resume(self, wanted: bool | str) -> Path | None:
-        """Restore a checkpoint folder, or (True) the newest good checkpoint; newer broken ones are logged and skipped.
-        Returns its folder, or None if there is no checkpoint yet; raises CheckpointError if all are broken."""
+        """Restore the checkpoint in the folder `wanted`; if `wanted` is True, the newest good one (broken ones are
+        logged). Return its folder, or None if there is no checkpoint yet; raise CheckpointError if all are broken."""
         checkpoint.clean_leftovers(self.run_dir)
         broken: list[str] = []
         newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [Path(str(wanted)).expanduser()]
@@ -149,7 +149,7 @@ class Saver:
     @contextmanager
     def saved_before(self, save: Callable[[], Path], interrupt: Interrupt) -> Iterator[None]:
         """On an error, `save` the state from before this step, so that the run can be resumed. Nothing is saved if a
-        second Ctrl-C stops the run at once, if writing was what failed, or in the middle of the optimizer's step."""
+        second Ctrl-C stops the run at once, if writing raised the error, or in the middle of the optimizer's step."""
         try:
             yield
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -174,7 +174,7 @@ class Saver:
                 "keeps_reference": self.learner.policy.reference_adapter is not None}
 
     def restore_reference(self, folder: Path, saved: dict[str, Any]) -> None:
-        """Restore the KL reference, unless the saved run had none; in older checkpoints it is the base model."""
+        """Restore the KL reference unless the saved run had none. In older checkpoints, it is the base model."""
         policy = self.learner.policy
         if policy.reference_adapter is not None and saved.get("keeps_reference", True):
             policy.reference_adapter = checkpoint.load_reference(folder, self.model)

@@ -5,7 +5,7 @@ that survive running out of memory. The loss of an optimizer step is
 
     loss = -sum(log p(trained token)) / N             N: trained tokens of the whole step, in all its micro-batches
 
-which is TRL's `nll`; its `dft` multiplies each log p by p, as a constant. The columns of the rows decide which tokens
+which is TRL's `nll`; TRL's `dft` multiplies each log p by p, as a constant. The columns of the rows decide which tokens
 are trained (data/shapes.py). The gradient does not depend on the split of the step into micro-batches.
 """
 
@@ -97,8 +97,8 @@ class SFTTrainer(Trainer):
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, **others: Any,
     ) -> None:
         """The parameters are TRL's. Positional ones are (model, rows, args, processing_class, eval_dataset), or in
-        TRL's order if settings come second. `tokenizer` is an older name of `processing_class`; `others` may be
-        settings, which older versions of TRL took here, and are refused otherwise."""
+        TRL's order if the second is the settings. `tokenizer` is an older name of `processing_class`. `others` may be
+        settings, which older versions of TRL took here; any other name is refused."""
         train_dataset, args, processing_class, eval_dataset, others["data_collator"] = with_names(
             placed, train_dataset=train_dataset, args=args, processing_class=processing_class,
             eval_dataset=eval_dataset, data_collator=data_collator,
@@ -195,7 +195,7 @@ class SFTTrainer(Trainer):
         return {name: metrics[name] for name in OF_LOSS if name in metrics} | own
 
     def may_measure(self, name: str) -> bool:
-        """Return whether an evaluation may have a metric of this name; any, if the user gave compute_metrics."""
+        """Return whether an evaluation may have a metric of this name. With compute_metrics, any name is possible."""
         return self.predictions is not None or super().may_measure(name)
 
     def evaluation_names(self) -> set[str]:
@@ -203,7 +203,7 @@ class SFTTrainer(Trainer):
 
 
 def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[RolloutGroup]:
-    """Return each row of the examples as a prompt with one completion, as packing and the learner expect it."""
+    """Return each example as a group of one rollout (a prompt with one completion), for packing and the learner."""
     return [
         RolloutGroup(example.row, example.ids, [Rollout(
             example.completion_ids, [0.0] * len(example.completion_ids), "stop", policy_version=policy_version,
@@ -216,8 +216,8 @@ def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[Rollo
 @dataclass(frozen=True)
 class Predictions:
     """The user's functions `compute(EvalPrediction)`, which returns metrics from the logits of all evaluation rows, and
-    `preprocess(logits, labels)` (or None), which reduces a row's logits first. These are the only full logits that a
-    trainer holds: (T, V) of one row on the device, those of all rows on the host."""
+    `preprocess(logits, labels)` (or None), which reduces a row's logits first. Only here does a trainer hold full
+    logits: (T, V) of one row on the device, those of all rows on the host."""
 
     compute: Callable[[EvalPrediction], Mapping[str, float]]
     preprocess: Callable[[Tensor, Tensor], Any] | None = None

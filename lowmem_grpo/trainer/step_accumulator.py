@@ -22,7 +22,7 @@ class StepAccumulator:
         self.facts: dict[int, tuple[Any, ...]] = {}  # `facts_of` the groups that were trained while sampling
 
     def holds(self, group: RolloutGroup) -> bool:
-        """Return whether the group was trained while sampling; it may now lack its rollouts without gradient."""
+        """Return whether the group was trained while sampling, even if it lacks its rollouts without gradient now."""
         return any(id(rollout) in self.facts for rollout in group.rollouts)
 
     def add(self, batch: MicroBatch, out: LossOutput) -> None:
@@ -78,7 +78,7 @@ class StepAccumulator:
 
 
 def facts_of(groups: list[RolloutGroup]) -> dict[int, tuple[Any, ...]]:
-    """Return, by the id of each rollout, every value that its gradient depends on besides its tokens and settings."""
+    """Return, for each rollout by its id, all values that its gradient depends on, except tokens and settings."""
     return {id(rollout): (len(group.rollouts), group.unjudged, rollout.advantage, *rollout.invalid_rewards)
             for group in groups for rollout in group.rollouts}
 

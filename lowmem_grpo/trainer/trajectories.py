@@ -5,7 +5,7 @@
             groups = ...                    # rollouts made of turns (rollout/rollout_func.py), each with its `reward`
             metrics = trainer.step(groups)
 
-All else is as in every run: records, checkpoints, alarms, the parity check of the sampler, the report at the end. Some
+All else works as in any run: records, checkpoints, alarms, the parity check of the sampler, the final report. Some
 settings may change for a single step (`StepSettings`).
 """
 
@@ -134,14 +134,14 @@ class TrajectoryTrainer(Trainer):
         return [group for own, _ in told for group in own]
 
     def note(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Record the caller's values for a step, by default the last, and notify the listeners."""
+        """Record the caller's values for `step`, by default the last step, and notify the listeners."""
         line = {"step": self.state.global_step if step is None else step, **values}
         self.records.metrics(line)
         self.log(line)
 
     def take_in(self, groups: list[RolloutGroup], own: list[RolloutGroup]) -> dict[str, float]:
-        """Set the advantages of a step's groups, and run the parity check on this rank's `own`; returns metrics. The
-        time since the last step counts as sampling."""
+        """Set the advantages of a step's groups, run the parity check on this rank's groups `own`, and return metrics.
+        The time since the last step counts as sampling."""
         began, now = min(self.ended, self.clock.started), time.perf_counter()
         self.clock.started, self.clock.seconds["generate"] = began, now - began
         rollouts = members(groups)
@@ -159,7 +159,7 @@ class TrajectoryTrainer(Trainer):
                 "tokens_per_second": tokens / max(now - began, 1e-9)}
 
     def to_check(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the rollouts that the current policy drew at its own temperature: only these can match the trainer."""
+        """Return the groups with only the rollouts that can match the trainer: of this policy, at its temperature."""
         version = self.state.policy_version
         return [replace(group, rollouts=[rollout for rollout in group.rollouts if all(
             turn.exact and turn.policy_version == version for turn in rollout.turns)]) for group in groups]
@@ -192,7 +192,7 @@ class NoPrompts:
         """Do nothing: older checkpoints hold a state."""
 
     def end_epoch(self) -> None:
-        """Do nothing: given groups have no epochs."""
+        """Do nothing: groups that the caller passes have no epochs."""
 
 
 class StepSettings:

@@ -104,7 +104,7 @@ class NoLoader:
 
 
 class Processes:
-    """The `trainer.accelerator`, reduced to the attributes that people read."""
+    """The `trainer.accelerator`, reduced to the attributes that scripts commonly read."""
 
     def __init__(self, device: Any, ranks: Any) -> None:
         self.device, self.ranks = device, ranks
@@ -246,14 +246,14 @@ class TrlApi:
         return hub.push(folder, hub.full_name(self.hub_model_id, token), private, hub.client(token), commit_message)
 
     def upload(self) -> None:
-        """Push the adapter of a run; a refusal of the hub is only logged, as the run itself is finished and saved."""
+        """Push the adapter of a run. If the hub refuses, only log it, since the run itself is finished and saved."""
         try:
             logger.info("uploaded to %s", self.push_to_hub())
         except hub.HubError as error:
             logger.error("push_to_hub: %s", error)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add a line to the history, and notify the listeners; a subclass may override this to add to every line."""
+        """Add a line to the history, and notify the listeners; a subclass may override this to add to each line."""
         line = {"step": self.state.global_step, "epoch": self.state.epoch, **logs}
         self.state.log_history.append(line)
         self.notify("on_log", logs=line)

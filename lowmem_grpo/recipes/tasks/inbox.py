@@ -69,7 +69,7 @@ class Inbox:
         return FinalResult("received")
 
     def _last(self, result: str) -> str:
-        """Return a result; it ends the episode if no call is left."""
+        """Return a result. If no call is left, the result ends the episode."""
         return result if self.left > 0 else FinalResult(result)
 
     @property
@@ -155,7 +155,7 @@ def keyword_player(inbox: Inbox, question: str, rng: random.Random) -> tuple[str
 
 
 def understood(question: str, world: MailWorld) -> tuple[Kind, str]:
-    """Return the kind of fact that is asked for, and its topic. Raises ValueError for a question of another form."""
+    """Return the kind of fact that a question asks for, and the topic. Raises ValueError if no question form fits."""
     for kind in world.kinds:
         for form in kind.questions:
             if match := re.fullmatch(re.escape(form).replace(r"\{topic\}", "(.+)"), question):

@@ -33,7 +33,7 @@ class SearchError(ValueError):
 
 @dataclass(frozen=True)
 class Hit:
-    """A mail that a search found; `snippet` is empty if none was asked for."""
+    """A mail that a search found; `snippet` is empty if the search asked for no snippets."""
 
     id: int
     sender: str
@@ -89,8 +89,8 @@ class MailDatabase:
             yield connection
 
     def search(self, words: str, most: int, snippet: int = 0) -> list[Hit]:
-        """Return the `most` best mails with all the words (by BM25), each with a snippet of `snippet` words. Raises
-        SearchError if FTS5 cannot read the words."""
+        """Return the `most` best mails (by BM25) that have all the words, each with a snippet of `snippet` words.
+        Raises SearchError if FTS5 cannot read the words."""
         if not words.strip() or len(words) > LONGEST or "\0" in words:
             raise SearchError(f"a search is 1 to {LONGEST} letters long, without a zero byte, and this one has "
                               f"{len(words.strip())} letters")

@@ -200,7 +200,7 @@ def check_name(name: str) -> None:
 
 
 def told(world: MailWorld, facts: list[Fact], rng: random.Random) -> Iterator[tuple[Mail, Fact | None]]:
-    """Yield (mail, fact) for each fact; before some of them also (an older mail that is out of date, None)."""
+    """Yield (mail, fact) for each fact; before some facts also (an older mail that is out of date, None)."""
     for fact in facts:
         newest = rng.randrange(DAYS)
         if rng.random() < world.revised and newest:

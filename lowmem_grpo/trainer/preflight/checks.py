@@ -106,7 +106,7 @@ class Check:
 
     @property
     def finds(self) -> str:
-        """The kind of fault that it finds: the first sentence of its function's docstring."""
+        """The kind of fault that the check finds: the first sentence of its function's docstring."""
         told = " ".join((self.look.__doc__ or "").split()).partition(". ")[0]
         return told.removeprefix("Find ").removeprefix("that ").removesuffix(".")
 
@@ -160,7 +160,7 @@ def look_over(subject: Subject) -> list[Finding]:
 
 def before_training(trainer: Any) -> None:
     """Check a run at the start of `train()`: raise PreflightError for errors, log a warning for each other problem. The
-    live view shows if nothing is wrong, and the estimated time of the run on a known card."""
+    live view says so if nothing is wrong, and on a known card it shows the estimated time of the run."""
     if not trainer.args.preflight:
         return
     began = time.monotonic()
@@ -179,7 +179,7 @@ def before_training(trainer: Any) -> None:
 
 
 def refuse_errors(findings: list[Finding]) -> None:
-    """Raise PreflightError, which lists all problems, if one of them is an error."""
+    """Raise PreflightError if one of the findings is an error; the message lists all problems."""
     if has_error(findings):
         wrong = mistakes(findings)
         lines = "\n".join(f"- {finding}" for finding in wrong)

@@ -111,7 +111,7 @@ def count_repeats(dataset: Any) -> tuple[int, int]:
 
 
 def in_blocks(total: int) -> Iterator[int]:
-    """Yield the indices of all rows in blocks, in an order whose every prefix is spread over the dataset."""
+    """Yield the indices of all rows in blocks, ordered so that every prefix is spread over the dataset."""
     for place in spread(-(-total // BLOCK)):
         yield from range(place * BLOCK, min((place + 1) * BLOCK, total))
 

@@ -119,8 +119,8 @@ def checkpoint_bytes(subject: Subject) -> int:
 
 
 def copies_to_come(subject: Subject) -> int:
-    """Return how many checkpoints may be added to those on disk. With `save_total_limit` the disk holds up to two
-    more: a new one is written before the oldest is deleted, and the best is kept."""
+    """Return how many checkpoints may be added to those on disk. The disk may hold two more than `save_total_limit`: a
+    new one is written before the oldest is deleted, and the best is kept."""
     if subject.args.save_strategy == "no":
         return 1
     left = max(subject.state.max_steps - subject.state.global_step, 0)

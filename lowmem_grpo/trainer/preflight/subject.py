@@ -82,7 +82,7 @@ def sample_rows(dataset: Any, encoder: PromptEncoder) -> RowSample:
 
 
 def spread(count: int) -> list[int]:
-    """Return 0 .. count - 1 in bit-reversed order: every prefix is spread evenly too, for when time runs out."""
+    """Return 0 .. count - 1 in bit-reversed order. So every prefix is spread evenly, in case time runs out."""
     width = max(count - 1, 0).bit_length()
     turned = (int(f"{place:0{width}b}"[::-1], 2) if width else place for place in range(1 << width))
     return [place for place in turned if place < count]

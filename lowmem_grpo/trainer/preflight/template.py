@@ -79,8 +79,8 @@ def tried(renderer: Renderer, transition: Transition) -> Tried:
 
 
 def appends(renderer: Renderer, transition: Transition) -> bool:
-    """Return True if the conversation, rendered with the replies, begins with the prompt and the policy's text. That
-    text is the answer as the template renders it when it comes last, with or without an empty thought."""
+    """Return whether the conversation with the replies, once rendered, begins with the prompt and the policy's text.
+    The policy's text is the answer as rendered at the end of a conversation, with or without an empty thought."""
     template = renderer.template
     before = [QUESTION, thought_apart(answer(transition), template.source)]
     prompt = template.text([QUESTION])
@@ -111,7 +111,7 @@ def written_by_policy(renderer: Renderer, transition: Transition, written: str) 
 
 
 def no_tool_support(renderer: Renderer, messages: Sequence[Message] = (QUESTION,)) -> RendererError | None:
-    """Return an error that says why a run with these tools cannot begin; None if it can."""
+    """Return an error that says why a run with the renderer's tools cannot begin; None if it can begin."""
     if refused := tried(renderer, OF_TOOLS[0]).refused:
         return refused
     names = [str(tool.get("function", tool).get("name")) for tool in renderer.template.tools or []]
