@@ -1,8 +1,8 @@
-"""Store weights with one input (q, k, v; gate, up; a delta net's) side by side, for one product instead of several.
+"""Store the weights of layers that share an input (q, k, v; gate, up; a delta net's) side by side, for one product.
 
 `fuse_weights` lays each group out in one buffer and makes the model's parameters views of it. Each parameter keeps its
-name, shape and values, so a saved model is the same checkpoint. It copies one group at a time, so it needs extra
-memory for one group only. `joined_weights` recognises adjacent weights and returns them as one view, without a copy.
+name, shape and values, so a saved model is the same checkpoint. Groups are copied one at a time, so the extra memory is
+that of one group. `joined_weights` recognises adjacent weights and returns them as one view, without a copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +109,7 @@ def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
 
 
 def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
-    """Return 4-bit weights that `NF4Weight.adjacent` laid out as one weight; None if they are not adjacent."""
+    """Return, as one weight, 4-bit weights that `NF4Weight.adjacent` laid out; None if they are not adjacent."""
     first, columns = weights[0], weights[0].shape[1]
     parts: dict[str, Any] = {"packed": joined([weight.packed for weight in weights]),
                              "absmax": joined([weight.absmax for weight in weights])}

@@ -59,8 +59,8 @@ def push(folder: Path, repo: str, private: bool = True, api: Any = None, message
 
 
 def model_folder(path: str, revision: str | None = None) -> Path:
-    """Return a folder with a model's files: `path` itself if it is one, otherwise the snapshot of this hub name, from
-    the cache or downloaded. OSError if there is none."""
+    """Return a folder with a model's files: `path` if it is a folder, otherwise the snapshot of the hub's model of that
+    name, from the cache or downloaded. OSError if there is no such model."""
     if Path(path).is_dir():
         return Path(path)
     find_model(path, revision)

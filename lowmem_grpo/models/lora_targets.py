@@ -84,7 +84,7 @@ def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude
 
 
 def check_values(config: Any) -> None:
-    """Raise ValueError, by name, for a value that PEFT cannot use, or that trains nothing, such as a dropout of 1."""
+    """Raise ValueError, with the option's name, for a value that PEFT cannot use or that trains nothing (dropout 1)."""
     check_given(vars(config), {name: rule for name, rule in LORA.items() if hasattr(config, name)})
     for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         for key, value in ({"": getattr(config, name)} | (getattr(config, pattern) or {})).items():
@@ -95,8 +95,8 @@ def check_values(config: Any) -> None:
 
 
 def check_plain(config: Any) -> None:
-    """Raise TypeError for anything but a LoraConfig, and ValueError, with the option's name, for one that asks for more
-    than LoRA on linear layers of a causal language model."""
+    """Raise TypeError for anything but a LoraConfig. Raise ValueError, with the option's name, if the config asks for
+    more than LoRA on linear layers of a causal language model."""
     if type(config) is not LoraConfig:
         raise TypeError(f"peft_config is a {type(config).__name__}; allowed is peft.LoraConfig")
     if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):
