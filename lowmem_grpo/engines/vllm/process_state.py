@@ -80,7 +80,7 @@ def import_from_a_thread() -> None:
 
 @contextmanager
 def collectable() -> Iterator[None]:
-    """On exit, undo vLLM's gc.freeze(): it keeps every object that exists when vLLM starts, a model too."""
+    """On exit, undo vLLM's gc.freeze(), which keeps every object that exists when vLLM starts, even a model."""
     frozen = gc.get_freeze_count()
     try:
         yield
@@ -148,8 +148,8 @@ def is_pool_missing(error: BaseException) -> bool:
 
 
 def unmap(llm: Any) -> None:
-    """Unmap the segments that a failed `wake_up` has mapped, by calling sleep on vLLM's worker directly: its executor
-    believes it is asleep. Older pools stop at the first unmapped segment, which comes after all mapped ones."""
+    """Unmap the segments that a failed `wake_up` has mapped. Sleep is called on vLLM's worker directly, as the executor
+    takes the engine to be asleep. Older pools stop at the first unmapped segment, which comes after all mapped ones."""
     with suppress(Exception):
         llm.collective_rpc("sleep", kwargs={"level": 1})
 
@@ -197,8 +197,8 @@ def drop_records_of_failures(allocator: Any) -> None:
 
 
 def clear_pool_error(extension: Any) -> None:
-    """Clear the extension's stored error by a call that fails: unmapping 0 bytes. A driver that accepts that goes on to
-    release the handle, so a null handle is passed."""
+    """Clear the extension's stored error by a call that fails: unmapping 0 bytes. A driver that accepts 0 bytes goes on
+    to release the handle, so a null handle is passed."""
     handle = ctypes.c_ulonglong(0)
     with suppress(RuntimeError):
         extension.python_unmap_and_release(0, 0, 0, ctypes.addressof(handle))
@@ -221,7 +221,7 @@ class SleepingRoom:
         self.buffer: Tensor | None = None  # bytes
 
     def __call__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return (numbers,), always at the same address. BorrowError if the pool does not behave as we expect."""
+        """Return a tensor (numbers,), always at one address. BorrowError if the pool does not behave as we expect."""
         size = numbers * dtype.itemsize
         if self.buffer is None:
             self.buffer = made_in_pool(-(-size // SEGMENT) * SEGMENT, device)
@@ -229,7 +229,8 @@ class SleepingRoom:
 
 
 def made_in_pool(size: int, device: torch.device) -> Tensor:
-    """Return (size,) bytes in a separate pool segment under our tag, so that nothing of vLLM's is dropped with it."""
+    """Return a tensor (size,) of bytes in its own pool segment under our tag, so that nothing else is dropped with it.
+    """
     if why := why_no_pool():
         raise BorrowError(f"{why}. {ADVICE}")
     allocator = pool().CuMemAllocator.get_instance()
