@@ -161,7 +161,7 @@ def vespo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def gmpo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """Return -exp(mean_t of the clipped log_ratio) A: a geometric mean of ratios, clipped on the side that gains."""
+    """Return -exp(mean_t clipped log_ratio_t) A: a geometric mean of ratios, clipped above if A >= 0, else below."""
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     low, high = tokens.log_ratio.clamp(min=-options["epsilon"]), tokens.log_ratio.clamp(max=upper)
     bounded = torch.where(tokens.advantages >= 0, high, low)

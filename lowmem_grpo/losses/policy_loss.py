@@ -1,5 +1,5 @@
-"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate: the
-part that the loss types of `loss_types.py` share, and its order.
+"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate. This
+part and its order are shared by the loss types of `loss_types.py`.
 
     l_t = token_loss_t * keep_t (off-policy mask) * mask_t (top entropy) * sg(c_t) (correction)
     loss = sum_t weight_t (l_t + beta KL_t w_t) - entropy_coef * (mean entropy of the tokens that take part)
@@ -157,8 +157,8 @@ def factors(
 
 
 def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, term_factors: list[Tensor]) -> Tensor:
-    """Return the policy term times its factors, (N,). Beside factors, a token whose advantage or any factor is 0 gets 0
-    and no gradient, even if its other values are infinite."""
+    """Return the policy term times its factors, (N,). If there are factors, a token whose advantage or any factor is 0
+    gets 0 and no gradient, even if its other values are infinite."""
     if not term_factors:
         return token_loss(tokens)
     kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in term_factors)]).all(0)

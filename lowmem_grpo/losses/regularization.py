@@ -41,7 +41,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 
 def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor, of_token: bool = True) -> Tensor:
-    """Return the estimate times w = exp(log_weight), (N,), finite if the product is. `of_token`: d log w = d logp."""
+    """Return the estimate times w = exp(log_weight), (N,), finite if the product is; `of_token` if d log w = d logp."""
     difference = ref_logprobs - logprobs
     far = (difference > 1) & (name == "k3")
     estimate = KL_ESTIMATORS[name](logprobs, torch.where(far, logprobs.detach(), ref_logprobs))
