@@ -105,7 +105,7 @@ def describe_kernels(x: Tensor) -> str:
 def by_fla(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `delta_rule` with the package's kernels, which take no runs without tokens."""
+    """Compute `delta_rule` with the package's kernels, which do not accept runs without tokens."""
     rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     states = list(zip(initial.split(1), runs.lengths, strict=True))
     result, final = rule(query[None], key[None], value[None], g[None], beta[None], output_final_state=True,

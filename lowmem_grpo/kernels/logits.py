@@ -59,7 +59,7 @@ def kernels_take(logits: Tensor) -> bool:
 
 
 def packed_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a view (R, V) of `dtype` in the bytes of float32 logits (R, V): half of each row for 16 bits."""
+    """Return a view (R, V) of `dtype` in the bytes of float32 logits (R, V): the first half of each row for 16 bits."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 
@@ -69,7 +69,7 @@ def floor_(logits: Tensor) -> Tensor:
 
 
 def row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """Return the dot products (R,) of the rows of two (R, V), by bands, without a buffer (R, V) for the products."""
+    """Return the dot products (R,) of the rows of two tensors (R, V), by bands, with no buffer (R, V) for products."""
     bands = zip(left.split(DOT_COLUMNS, 1), right.split(DOT_COLUMNS, 1), strict=True)
     return torch.stack([torch.linalg.vecdot(*band) for band in bands]).sum(0)
 

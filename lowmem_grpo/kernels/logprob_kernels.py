@@ -62,7 +62,7 @@ def forward_rows(
 
 
 def check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raise ValueError for a target on the CPU that is no token. A card is not waited for: its row is NaN there."""
+    """Raise ValueError for a target on the CPU that is no token. A card is not checked; its row becomes NaN."""
     if type(targets) is Tensor and targets.is_cpu:  # a fake tensor has no values
         ids = targets.numpy()
         if len(wrong := ids[(ids != ignore_index) & ((ids < 0) | (ids >= vocabulary))]):
@@ -166,9 +166,9 @@ def backward_tiles(
     grad_entropy: Tensor | None, needed: list[bool],
 ) -> list[Tensor]:
     """Return gradients of hidden (N, D), weight (V, D) and bias (V,), empty if not needed, from the results (4, N) of
-    `forward_rows` and the gradients (N,). These are divided by their largest magnitude before anything is rounded to 16
-    bits, and the results multiplied by it in float32: a loss averaged over many tokens does not underflow in
-    float16."""
+    `forward_rows` and the incoming gradients (N,). Incoming gradients are divided by their largest magnitude before
+    anything is rounded to 16 bits, and the results multiplied by it in float32: a loss averaged over many tokens does
+    not underflow in float16."""
     smallest = grad_logprobs.new_full((1,), torch.finfo(grad_logprobs.dtype).tiny)  # for a divisor above 0 if all are 0
     present = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
     most = torch.cat([smallest, *present]).abs().amax()

@@ -52,7 +52,7 @@ def block_rows(places: int, experts: int) -> int:
 
 def can_group(x: Tensor, stack: FrozenStack) -> bool:
     """Return whether the kernels can multiply rows x with this stack: on CUDA, NF4 weights whose blocks lie within
-    rows, from sm_80 on. Before, Triton uses no tensor cores, and the tiles do not fit in registers."""
+    rows, from sm_80 on. Below, Triton uses no tensor cores, and the tiles do not fit in registers."""
     return x.is_cuda and x.dtype in TRITON_TYPES and whole_blocks(stack) and capability(x.device) >= 80
 
 
@@ -202,7 +202,7 @@ def steps_of(experts: int) -> int:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Return both directions and tile sizes, scaled or not, each quantization; for 128 experts. None before sm_80."""
+    """Return a variant per direction, tile size, scale and quantization, for 128 experts; none before sm_80."""
     if capability < 80:
         return []
     return [

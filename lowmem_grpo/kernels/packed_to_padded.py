@@ -1,4 +1,4 @@
-"""Packed tokens to a padded layout, one row a sequence, and back: sequences that share a prompt each get a copy of it.
+"""Convert packed tokens to a padded layout, one row a sequence, and back; each sequence gets a copy of a shared prompt.
 
     padded   y[s, w] = x[sources[s W + w]]      backward: grad_x[t] = sum_{j < copies[t]} grad_y at places[t] + j W
     packed   x[t] = y at places[t]              backward: grad_y at places[t] = grad_x[t], and 0 elsewhere
