@@ -60,8 +60,8 @@ class Device:
 
 
 def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
-    """Return a card by name ("t4", or the driver's name), with a budget of 95%, or by size ("16GiB"), with one of 100%.
-    `gpu_memory_utilization` replaces that share. The ValueError for an unknown card lists cards with similar names."""
+    """Return a card by name ("t4", or the driver's name), with 95% of its memory as budget, or by size ("16GiB"), with
+    100%. `gpu_memory_utilization` replaces this share. The ValueError for an unknown card lists similar names."""
     share = gpu_memory_utilization
     if not isinstance(name, str):
         raise ValueError(f"the card is {name!r}; give its name, such as 'h100', or its memory with a unit: '16GiB'")

@@ -167,7 +167,7 @@ class ModelShape:
         return sum(count * linear.weights for count, linear in self.all_linears() if linear.experts == 1)
 
     def has_form(self, form: str) -> bool:
-        """Return whether the model's weights can be held in this form: experts cannot in FP8."""
+        """Return whether the model's weights can be stored in this form: experts cannot be in FP8."""
         return self.experts is None or form not in (layer_forms.FP8, layer_forms.FP8_BLOCK)
 
     def weight_bytes(self, form: str) -> int:
@@ -222,7 +222,7 @@ class ModelShape:
         return per_layer + (0 if self.tied else self.table_bytes)
 
     def lora_weights(self, rank: int, least: int = 0) -> int:
-        """Return the number of LoRA weights of this rank, on all linears that get it, in tensors of `least` or more."""
+        """Return the number of LoRA weights of this rank on all linears with LoRA, in tensors of at least `least`."""
         return sum(count * rank * side for count, linear in self.all_linears() if linear.lora
                    for side in (linear.rows, linear.columns) if rank * side >= least)
 

@@ -76,7 +76,8 @@ class RunSettings:
                              "load_in_4bit=True")
 
     def opened(self) -> "RunSettings":
-        """Return the settings with checkpointing "auto" spelled out; an MLP tile that is set leaves no layer whole."""
+        """Return the settings with checkpointing "auto" spelled out; with an MLP tile set, no layer keeps everything.
+        """
         return self if self.checkpointing != "auto" else replace(
             self, checkpointing="offload", kept_layers=None if self.mlp_tile is None else 0)
 
@@ -122,8 +123,8 @@ class Workload:
         cls, context: int, prompts: int | None, generations: int, prompt_length: int | None = None,
         completion_length: int | None = None, longest: int | None = None,
     ) -> "Workload":
-        """Return the work that fits a context; lengths left out are shares of it, as in GSM8K. ValueError if prompt and
-        completion do not fit."""
+        """Return the work that fits a context; lengths left out are shares of the context, as in GSM8K. ValueError if
+        prompt and completion do not fit."""
         share = int(context * PROMPT_SHARE)
         prompt = max(1, min(share, context - (longest or 1))) if prompt_length is None else prompt_length
         limit = max(1, min(context - share, context - prompt)) if longest is None else longest
@@ -227,8 +228,8 @@ class MemoryPlan:
         return len(cut(groups, self.limits))
 
     def short_of(self, share: float = 1.0) -> list[str]:
-        """Return which of "train", "rollout" and "host" lack memory; "train" with a share of the budget, and "rollout"
-        also if the KV cache has no room for a whole group."""
+        """Return which of "train", "rollout" and "host" lack memory. For "train", `share` of the budget counts;
+        "rollout" also lacks memory if the KV cache has no room for a whole group."""
         crowded = self.concurrent_sequences < self.settings.num_generations or self.rollout > self.device.budget
         short = {"train": self.train > share * self.device.budget, "rollout": crowded,
                  "host": self.settings.host_bytes is not None and self.host > self.settings.host_bytes}

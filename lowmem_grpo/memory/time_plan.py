@@ -90,7 +90,7 @@ class StepTime:
     @cached_property
     def few(self) -> int:
         """The most rows for which decode steps read quantized codes: all that the kernel takes or, with weights in 16
-        bits beside them, those for which it is no slower."""
+        bits beside the codes, those for which the kernel is no slower."""
         most = 0 if self.settings.form == BITS_16 else max(self.instructions)
         if self.quantized:
             return most
@@ -103,7 +103,7 @@ class StepTime:
 
     @property
     def instructions(self) -> dict[int, float]:
-        """The decode kernel's instructions per weight, by the most rows."""
+        """The decode kernel's instructions per weight, as {most rows: instructions}."""
         tables = DECODE_INSTRUCTIONS[self.settings.form]
         return next(table for least, table in tables.items() if self.speed.capability >= least)
 
@@ -233,8 +233,8 @@ class StepTime:
                 "backward": (sum(count * backward for count, (_, backward) in layers), host * launches)}
 
     def layer_passes(self) -> tuple[float, float]:
-        """Return the card's seconds of one layer in a forward and in a backward pass, on average over all layers, of
-        which the backward pass computes a share `again` a second time."""
+        """Return the card's seconds of one layer in a forward and in a backward pass, on average over all layers. The
+        backward pass computes a share of the layers again."""
         linears, elementwise, again = self.linears, self.elementwise(), self.recomputed
         attention = self.attention(self.work.sequences * self.work.squared_length)
         backward = self.layer(linears, 2) + (BACKWARD_ELEMENTWISE + again) * elementwise
@@ -285,9 +285,9 @@ class StepTime:
 def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4, engine: str = "vllm",
                      sleeps: tuple[bool, bool] = (True, True)) -> bool:
     """Return whether a card decodes M sequences of at most `tokens` tokens faster, by at least the share `WORTH`, with
-    dequantized weights beside the codes (which steps of few rows still read) than with codes alone. This is an estimate
-    from the data sheet. Without one it is True for vLLM, and False for our own engine, which may have to record its
-    CUDA graphs in each step; `sleeps` says whether it does, with codes and with 16 bits."""
+    dequantized weights beside the codes (which steps of few rows still read) than with codes alone. The data sheet
+    gives an estimate. Without one the result is True for vLLM, and False for our own engine, which may have to record
+    its CUDA graphs in each step; `sleeps` says whether it does, with codes and with 16 bits."""
     name = cards.card_of(card)
     settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=sleeps[0])
     if name is None:

@@ -159,8 +159,9 @@ class StepShape:
 
     def at_experts(self, experts: ExpertForm) -> int:
         """Return the bytes in the backward pass of `routed_experts`. Expert by expert: the summed gradients in float32,
-        the order of rows, one dequantized expert, and for a piece of its rows gate and up, their gradients in two
-        dtypes, and the input's. Grouped, on a GPU: the same for all rows, and one gradient for each."""
+        the order of rows and one dequantized expert; for a piece of its rows also gate and up, their gradients in two
+        dtypes, and the input's gradient. Grouped, on a GPU: the same for all rows at once, and one input gradient for
+        each."""
         rows, hidden, inner = min(PIECE, self.tokens), self.model.hidden, experts.inner
         sums = self.tokens * (4 * hidden + 3 * 8 * experts.taken)
         one_by_one = sums + 3 * WORD * hidden * inner + rows * (5 * WORD * inner + 3 * WORD * hidden)
