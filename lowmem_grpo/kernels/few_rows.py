@@ -44,7 +44,7 @@ def decode_ref(
     x: Tensor, weight: Tensor, features: Sequence[int], xa: Tensor | None = None, lora_b: Tensor | None = None,
     scale: float | Tensor = 1.0, bias: Tensor | None = None,
 ) -> Tensor:
-    """Return (M, N) in x.dtype by plain torch, for the dequantized weight (N, K); `features` are each matrix's rows."""
+    """Return (M, N) in x.dtype by plain torch, for the dequantized weight (N, K) with `features` rows per matrix."""
     out = x @ weight.T
     if xa is not None and lora_b is not None:
         inputs, factors = (xa * scale).split(lora_b.shape[1], 1), lora_b.split(list(features))

@@ -121,7 +121,7 @@ def nf4_variants(capability: int, dtype: torch.dtype) -> list[Variant]:
 
 
 def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:
-    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, K a multiple of 16, a scale for 64 columns."""
+    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, K a multiple of 16; scales span 64 columns."""
     one_scale = weight.scales.shape[1] == 1 or weight.block[1] % STEP == 0
     return few_rows.takes_rows(x, weight.out_features, "fp8") and x.shape[1] % 16 == 0 and one_scale
 

@@ -130,7 +130,7 @@ def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def spread_scales(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """Return the scale of each weight in (rows, columns) that begin with a block; (rows, 1) if each row has one."""
+    """Return the scale of each weight in a part of this shape that begins with a block; (rows, 1) for scales by row."""
     spread = scales.repeat_interleave(block[0], 0)[: shape[0]] if block[0] > 1 else scales
     return spread if scales.shape[1] == 1 else spread.repeat_interleave(block[1], 1)[:, : shape[1]]
 

@@ -40,8 +40,8 @@ def forward_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, scale: float,
     softcap: float | None, ignore_index: int, chunk_rows: int, keep_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return logprobs, entropy, m and log s, (4, N) together, where log sum exp(z) = m + log s, and U (N, D) in the
-    dtype of hidden, empty if it is not kept; hidden (N, D), weight (V, D), bias (V,)."""
+    """Return a tensor (4, N) of logprobs, entropy, m and log s, where log sum exp(z) = m + log s, and U (N, D) in the
+    dtype of hidden, empty if it is not kept. The inputs are hidden (N, D), weight (V, D) and bias (V,)."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     check_targets(targets, vocabulary, ignore_index)
     buffer = new_logits(hidden, min(chunk_rows, rows), vocabulary)
@@ -140,7 +140,7 @@ def logprob_rows_triton(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Launch the kernel, one program per row. Returns (4, R); with a dtype, the gradient overwrites the logits."""
+    """Launch the kernel, one program per row; return (4, R). With a dtype, the gradient overwrites the logits."""
     rows, vocabulary = logits.shape
     results = torch.empty(4, rows, dtype=logits.dtype, device=logits.device)
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)

@@ -121,7 +121,7 @@ def convert_again(kept: Kept) -> None:
 
 
 def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
-    """Return `factors_of` these groups; inside `kept_factors` the result is kept."""
+    """Return `factors_of(groups, dtype)`; inside `kept_factors` the result is kept."""
     if KEPT.get() is None:
         return factors_of(groups, dtype)
     key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)

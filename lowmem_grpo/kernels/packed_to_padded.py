@@ -49,7 +49,7 @@ def sum_copies_ref(grads: list[Tensor], sources: Tensor, places: Tensor, copies:
 
 
 def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
-    """Return sums (count, H, K), in float32 and rounded once, of the rows (N, H, K) by their place in `places` (N,)."""
+    """Return (count, H, K): sums of the rows (N, H, K) with equal `places` (N,), in float32 and rounded once."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return wide.new_zeros(count, *rows.shape[1:]).index_add_(0, places, wide).to(rows.dtype)
 

@@ -37,14 +37,14 @@ def grpo_loss(
     """Return what these tokens add to the step's loss: the sum over all micro-batches is the loss.
 
     All tensors are (N,): `logprobs` with gradient, `advantages`, `sequence_ids` int64, `old_logprobs` at the start of
-    the update (None: on-policy, the ratio is exactly 1), `ref_logprobs` of the reference (for beta),
-    `rollout_logprobs` of the sampler (for corrections), `entropy` of each token's distribution (with gradient for a
-    bonus), `policy_mask` bool: tokens whose policy term counts (None: by `top_entropy_quantile` over this call).
+    the update (None: on-policy, the ratio is exactly 1), `ref_logprobs` of the reference (for beta), `rollout_logprobs`
+    of the sampler (for corrections), `entropy` of each token's distribution (with gradient for a bonus), `policy_mask`
+    bool: tokens whose policy term counts (None: by `top_entropy_quantile` over this call).
 
-    Every sequence lies whole in one call. The `num_*_in_step` are the denominators of the step's means (None: this
-    call's own counts): sequences and tokens of all completions that count in the loss, and the policy tokens that
-    `policy_mask` keeps. `correct_mismatch` and `entropy_coef` override the settings, for a trainer that decides step
-    by step. `num_sequences` bounds the sequence ids; without it the call synchronises with the card.
+    Each call must have whole sequences. The `num_*_in_step` are the denominators of the step's means (None: this call's
+    own counts): sequences and tokens of all completions that count in the loss, and the policy tokens that
+    `policy_mask` keeps. `correct_mismatch` and `entropy_coef` override the settings, for a trainer that decides step by
+    step. `num_sequences` bounds the sequence ids; without it the call synchronises with the card.
 
     `options` are the fields of `LossSettings`, in place of `settings`. Raises ValueError for an unknown loss type, an
     option that the loss type does not use, contradictory options, and for missing log-probabilities, by name.

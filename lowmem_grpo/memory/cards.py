@@ -90,13 +90,13 @@ def prefill_tokens(total: int, sequences: int = 1) -> int:
 
 
 def prefill_piece(prompts: int, longest: int) -> int:
-    """Return how many tokens of each prompt the transformers engine prefills per pass, so that its mask stays small."""
+    """Return the tokens of each prompt that the transformers engine prefills per pass, so that masks stay small."""
     return max(LEAST_PIECE, min(LARGE_PREFILL, MASK_PLACES // longest) // prompts)
 
 
 def graph_rows(rows: int) -> int:
-    """Round `rows` up to the rows of a CUDA graph of our engine: 1, 2, 4, 8, then multiples of 8, and above 64 of an
-    eighth of the next power of 2."""
+    """Round `rows` up to the rows of a CUDA graph of our engine: 1, 2, 4, 8, then multiples of 8, and above 64
+    multiples of an eighth of the next power of 2."""
     power = 1 << (rows - 1).bit_length()
     step = power if rows <= 8 else max(8, power // 8)
     return -(-rows // step) * step

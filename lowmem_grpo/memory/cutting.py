@@ -103,13 +103,13 @@ def places(batch: list[Span]) -> int:
 
 
 def area(batch: list[Span]) -> int:
-    """Return the tokens that attention pads or copies for a micro-batch."""
+    """Return the number of tokens that attention pads or copies for a micro-batch."""
     return token_rows(families(batch))
 
 
 def families(batch: list[Span]) -> list[list[int]]:
-    """Return, for each prompt, its packed tokens and those of each sequence that shares it. Only neighbours of one
-    group share a prompt."""
+    """Return, for each prompt, its number of packed tokens and that of each sequence that shares it. Only neighbours of
+    one group share a prompt."""
     by_prompt: list[list[int]] = []
     for _, spans in groupby(batch, key=lambda span: span.group):
         lengths: dict[Hashable, list[int]] = {}
@@ -130,7 +130,7 @@ def prompts_once(prompts: Prompts) -> bool:
 
 
 def token_rows(prompts: Prompts) -> int:
-    """Return the token rows that attention holds beside the packed ones; copies of only keys and values count as a
+    """Return how many token rows attention holds beside the packed ones; copies of only keys and values count as a
     fraction of a row."""
     if count_sequences(prompts) == 1:
         return 0

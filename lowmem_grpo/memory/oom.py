@@ -217,7 +217,7 @@ class BatchLimit:
 
 @dataclass
 class RolloutLimit(BatchLimit):
-    """The bound of sampling, which also has the bytes of a KV cache for which memory had room."""
+    """The bound of sampling, with the size of a KV cache for which memory had room."""
 
     kv_bytes: int | None = None  # None while every requested cache could be allocated
 
@@ -242,8 +242,7 @@ class RunMemory:
         self.rollout = RolloutLimit("rollout", "sequences sampled at once", advice=self.advice)
 
     def watch(self, engine: Any) -> None:
-        """Give the sampling bound to an engine that uses one; keep the cache size that fitted in memory at its start.
-        """
+        """Give the sampling bound to an engine that uses one; keep the cache size for which its start had room."""
         if hasattr(engine, "bound"):
             self.rollout.kv_bytes = engine.bound.cache_under(self.rollout.kv_bytes)
             engine.bound = self.rollout

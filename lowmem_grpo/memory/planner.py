@@ -145,8 +145,8 @@ def changed(shape: ModelShape, draft: MemoryPlan, name: str, value: Any, why: st
 
 
 def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
-    """Return the plan in which the last layers keep all that they compute, as many as there is room for: recomputing
-    takes a quarter of a card's time for training. None are kept if there is room for less than KEPT_SHARE of them.
+    """Return the plan in which the last layers, as many as there is room for, keep all that they compute: recomputing
+    takes a quarter of a card's time for training. No layer is kept if fewer than KEPT_SHARE of all have room.
     Micro-batches shrink where that pays on a known card."""
     settings, known = draft.settings, cards.card_of(draft.device.name) is not None
     fixed = replace(draft, settings=replace(settings, kept_layers=asked.kept_layers or 0))
@@ -179,7 +179,7 @@ def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, k
 
 
 def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> MemoryPlan:
-    """Return the plan that keeps all activations of as many layers as have room; of none if it does not fit."""
+    """Return the plan in which as many layers as have room keep all activations, or none if no plan fits."""
     def keep(count: int) -> MemoryPlan:
         return build(shape, replace(settings, kept_layers=count), device)
 
@@ -198,7 +198,7 @@ def together(asked: RunSettings, device: Device) -> int:
 
 
 def enough(asked: RunSettings, device: Device) -> int:
-    """Return the number of longest sequences up to which a larger micro-batch is worth slower settings elsewhere."""
+    """Return how many of the longest sequences a micro-batch should hold even at the price of slower settings."""
     return min(together(asked, device), asked.num_generations, max(1, MAX_PACKED // asked.context))
 
 
@@ -208,7 +208,7 @@ def paid_spread(asked: RunSettings) -> float:
 
 
 def sizes(asked: RunSettings, device: Device) -> list[Step]:
-    """Return steps to smaller micro-batches, down to the size that is worth slower settings elsewhere."""
+    """Return steps to smaller micro-batches, down to `enough` sequences, for which other settings rather get slower."""
     most, least, paid = together(asked, device), enough(asked, device), paid_spread(asked)
     usual = min(most, max(least, MAX_PACKED // asked.context))
     return [*fewer(most, usual, asked), *spreads(paid, 2.0), *fewer(usual, least, asked), *spreads(min(paid, 2.0), 1.0)]

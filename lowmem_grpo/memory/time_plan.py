@@ -74,12 +74,12 @@ class StepTime:
 
     @cached_property
     def linears(self) -> list[Linear]:
-        """The linear weights of one layer; of a model with several kinds of layers, ask each of `kinds`."""
+        """The linear weights of one layer; for a model whose layers differ, use this property of each of `kinds`."""
         return list(self.shape.linears())
 
     @cached_property
     def kinds(self) -> list[tuple[int, "StepTime"]]:
-        """(number of layers, the same step of a model with such layers only) for each set of identical layers."""
+        """For each set of identical layers: (their number, the same step of a model with such layers only)."""
         return [(count, replace(self, shape=shape)) for count, shape in self.shape.each()]
 
     @property
@@ -221,8 +221,8 @@ class StepTime:
         return 0.0 if self.shape.delta else 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
 
     def passes(self) -> dict[str, tuple[float, float]]:
-        """Return the (card, host) seconds, which overlap, of one forward and one backward pass over all completions.
-        Recomputation (with tiles, all but `down`) is part of the backward pass."""
+        """Return {pass: (card, host) seconds} of the forward and the backward pass over all completions; card and host
+        overlap. Recomputation (with tiles, all but `down`) is part of the backward pass."""
         shape = self.shape
         layers = [(count, kind.layer_passes()) for count, kind in self.kinds]
         trained = self.work.sequences * self.work.completion_length

@@ -97,7 +97,7 @@ class Capacity:
 
 
 def kv_bytes_of(policy: Policy, tokens: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
-    """Return the cache bytes of one sequence of `tokens` tokens, without sliding windows."""
+    """Return the cache bytes of one sequence of `tokens` tokens, as if no layer had a sliding window."""
     itemsize = cache_itemsize(cache_dtype, policy.head.weight.dtype.itemsize)
     return ModelShape.from_config(policy.base.config).paged_bytes(tokens, block, itemsize)
 

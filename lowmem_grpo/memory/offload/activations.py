@@ -83,8 +83,8 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether a module is a layer with checkpointing on; whole models are not, as they have the flag whatever
-    their layers do."""
+    """Return whether a module is a layer with checkpointing on. A whole model has the same flag, whatever its layers
+    do, and does not count."""
     flag = bool(getattr(module, "gradient_checkpointing", False))
     return flag and not hasattr(module, "gradient_checkpointing_enable")
 

@@ -124,7 +124,7 @@ class HostStore:
         return resident
 
     def following(self, index: int) -> Offloaded | None:
-        """Return the tensor that backward probably needs after `index`: the next unreturned one in its direction."""
+        """Return the tensor that backward probably needs after `index`: the next unreturned one in the pass's order."""
         if index in self.asked and self.asked.issuperset(self.live):
             self.start_backward()  # a second backward pass on a retained graph
         if index not in self.asked:
@@ -151,7 +151,7 @@ class HostStore:
             resident.settled = True
 
     def forget(self, index: int, pages: list[Tensor]) -> None:
-        """Give the pages of a tensor that is no longer referenced back to the pool."""
+        """Return the pages of a tensor that is no longer referenced to the pool."""
         self.pool.return_pages(pages)
         self.drop(index)
 
