@@ -42,7 +42,7 @@ class GrowingLayer(DynamicLayer):
         return cls.holding(storage, width)
 
     def copied(self, rows: Tensor, room: bool) -> "GrowingLayer":
-        """Return a copy of these rows (R,), which may repeat; without `room` it cannot grow in place."""
+        """Return a copy of these rows (R,), which may repeat; without `room` the copy cannot grow in place."""
         length = self.get_seq_length()
         storage = self.storage if room else self.storage[:, :, :, :length]
         return self.holding(storage.index_select(1, rows), length)

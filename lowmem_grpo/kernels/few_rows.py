@@ -86,7 +86,7 @@ def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> L
 
 
 def narrow_launch(rows: int, outputs: int, columns: int, capability: int) -> Launch:
-    """Return a launch of few warps, on an H100 1.05 times as slow as the best of 209 (`decode_launch`: 1.45)."""
+    """Return a launch of few warps: on an H100 its time is 1.05 times the best of 209 (`decode_launch`: 1.45)."""
     if capability < 80:
         return decode_launch(rows, outputs, capability)
     block_m = max(8, next_power_of_2(rows))

@@ -23,7 +23,7 @@ NONE_IGNORED = -(2**62)  # equals no target
 
 
 class LogitShape(NamedTuple):
-    """The numbers in the formulas above; rows whose target is `ignore_index` give 0 and no gradient."""
+    """The numbers in this module's formulas; rows whose target is `ignore_index` give 0 and no gradient."""
 
     temperature: float = 1.0
     scale: float = 1.0
@@ -108,7 +108,7 @@ def row_statistics(
     logits_ptr, bias_ptr, V, temperature, scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """Return (m, sum exp(z - m), sum exp(z - m) (z - m)) of one row of V raw logits, m = max z, in one reading."""
+    """Return (m, sum exp(z - m), sum exp(z - m) (z - m)) of one row of V raw logits, m = max z, in one pass over it."""
     lanes = tl.arange(0, BLOCK_V)
     lane_max = tl.full((BLOCK_V,), FLOOR, tl.float32)  # each lane keeps its own three, merged at the end
     lane_sum = tl.zeros((BLOCK_V,), tl.float32)

@@ -123,12 +123,13 @@ class NF4Weight:
         return self.blocksize if self.shape[1] % self.blocksize == 0 else max(self.shape[1], 1)
 
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
-        """Dequantize the part at `row`, `column` into `out` (rows, width); both are multiples of the units above."""
+        """Dequantize the part at `row` and `column` (multiples of the row and column units) into `out` (rows, width).
+        """
         part = self if row == 0 and out.shape[0] == self.shape[0] else self.rows(row, row + out.shape[0])
         nf4_dequantize_op(out, part.tensors, part.sizes, column)
 
     def part(self, name: str) -> Tensor:
-        """Return a tensor of this weight by name; the offset expanded to one for each nested block."""
+        """Return a tensor of this weight by name; the offset is expanded to one for each nested block."""
         tensor = getattr(self, name)
         return tensor.expand_as(self.nested_absmax) if name == "offset" else tensor
 

@@ -72,7 +72,7 @@ def torch_states_kept(device: torch.device) -> AbstractContextManager[None]:
 
 
 def import_from_a_thread() -> None:
-    """Import vLLM in a thread with an empty stack: it keeps the errors of failed imports, whose tracebacks would keep
+    """Import vLLM in a thread with an empty stack. vLLM keeps the errors of failed imports, whose tracebacks would keep
     alive the local variables of all callers."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         thread.submit(import_plugin).result()
@@ -229,8 +229,7 @@ class SleepingRoom:
 
 
 def made_in_pool(size: int, device: torch.device) -> Tensor:
-    """Return a tensor (size,) of bytes in its own pool segment under our tag, so that nothing else is dropped with it.
-    """
+    """Return `size` bytes in a separate pool segment under our tag; dropping it drops nothing of vLLM's."""
     if why := why_no_pool():
         raise BorrowError(f"{why}. {ADVICE}")
     allocator = pool().CuMemAllocator.get_instance()

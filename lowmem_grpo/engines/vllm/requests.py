@@ -116,7 +116,7 @@ class Prompts(FinishedPrompts):
 
     def __init__(self, prompts: list[list[int]], sampling: CallSampling, on_group: OnGroup | None,
                  meanwhile: Meanwhile | None = None, expected: ExpectedLengths | None = None) -> None:
-        """With `expected`, prompts of the longest expected completions enter vLLM first; seeds do not depend on it."""
+        """With `expected`, prompts of the longest expected completions enter vLLM first; seeds ignore this order."""
         super().__init__(len(prompts), on_group, meanwhile)
         self.expected = expected
         params, self.sampling = sampling.params, sampling
