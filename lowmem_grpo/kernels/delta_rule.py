@@ -17,7 +17,7 @@ solved for all chunks at once:
 
 b_i - b_j is taken as the sum of g between j and i, never as a difference: under strong decay b grows, and its
 difference would lose the digits that matter. All is computed in float32 (float64 for inputs of that dtype). Only the
-inputs are kept for backward; heads are independent, so both passes take a few heads at a time, which saves scratch memory.
+inputs are kept for backward; heads are independent, so both passes take a few heads at a time, to save scratch memory.
 
 The convolution: y_t = silu(sum_j w_j x_{t - W + 1 + j}), j = 0 .. W - 1, for x, y (T, C), w (C, W) and states
 (S, W - 1, C). Before a run's first token x is the initial state; the final state is the last W - 1 inputs.

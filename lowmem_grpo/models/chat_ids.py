@@ -51,8 +51,7 @@ class IdsTokenizer:
 
 @cache
 def class_with_ids(cls: type) -> type:
-    """Return a subclass of a tokenizer's class with the `IdsTokenizer` mixin, under the same name, since it is saved.
-    """
+    """Return a tokenizer's class with the `IdsTokenizer` mixin added, under the same name, since that name is saved."""
     return type(cls.__name__, (IdsTokenizer, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 

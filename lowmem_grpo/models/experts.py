@@ -105,8 +105,8 @@ def expert_stacks(model: nn.Module) -> Iterator[ExpertStack]:
 
 
 def use_routed_blocks(model: Any) -> None:
-    """Replace transformers' blocks by ours if the model's family is in our table. They hold the same weights, or stay
-    on the meta device if the model is there."""
+    """Replace transformers' blocks by ours if the model's family is in our table. Our blocks hold the same weights, or
+    stay on the meta device if the model is there."""
     row, count = family_of(model.config), 0
     for path, module in list(model.named_modules()):
         if row is not None and row.experts is not None and type(module).__name__ == row.experts.kind:

@@ -166,8 +166,8 @@ def decoder_linears(model: Any, scope: Scope) -> list[str]:
 
 
 def usual_targets(model: PreTrainedModel) -> list[str] | str:
-    """Return the default targets: the names of all linear layers of the decoder, or of attention only in a mixture of
-    experts; "all-linear" for a family with other or fused names."""
+    """Return the default targets: the names of all linear layers of the decoder or, in a mixture of experts, of
+    attention only; "all-linear" for a family with other or fused names."""
     family = family_of(model.config)
     if family is not None and family.experts is not None:
         return [*family.attention.inner, "o_proj"]

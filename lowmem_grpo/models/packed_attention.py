@@ -180,7 +180,8 @@ def each_prompt_once(query: Tensor, key: Tensor, value: Tensor, prompts: Sequenc
 
 
 def tokens_split(heads: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
-    """Split (S, H, T, K) along T, so that the backward pass concatenates the gradients as (S, T, H, K), as stored."""
+    """Split (S, H, T, K) along T, so that the backward pass concatenates gradients in the stored layout (S, T, H, K).
+    """
     pieces = heads.transpose(1, 2).split(sizes if isinstance(sizes, int) else list(sizes), 1)
     return [piece.transpose(1, 2) for piece in pieces]
 
@@ -246,8 +247,8 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
     """Return whether torch's fused attention accepts fewer key heads than query heads. The flash kernel does; on a GPU
-    it needs sm_80, 16 bits and no mask. The other fused kernel does not, and torch would compute the (T, T) scores.
-    """
+    it needs sm_80, 16 bits and no mask. The memory-efficient kernel does not, and torch would compute the (T, T)
+    scores."""
     if device.type != "cuda":
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0) and dtype != torch.float32 and not masked

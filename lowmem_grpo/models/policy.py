@@ -184,8 +184,8 @@ class Policy:
         return out.last_hidden_state[0]
 
     def differing_routes(self) -> dict[str, float]:
-        """Return, as a metric, the share of routes replayed since the last call that the live router would not have
-        chosen; {} if none were replayed."""
+        """Return, as a metric, the share of the expert choices replayed since the last call that the live router would
+        not have made; {} if none were replayed."""
         counts, self.route_counts = self.route_counts, None
         if counts is None:
             return {}

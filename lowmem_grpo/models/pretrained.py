@@ -192,8 +192,8 @@ def check_turns(config: Any, tokenizer: Any, name: str) -> None:
 
 def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
                  names: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return the quantization arguments for from_pretrained; the config of an FP8 checkpoint gets our quantizer. A
-    checkpoint stored in NF4 gets no argument at all: None would override its own config."""
+    """Return the quantization arguments for from_pretrained. An FP8 checkpoint needs none: its config gets our
+    quantizer. A checkpoint stored in NF4 gets none either, because None would override its own config."""
     if stored == FP8:
         keep_stored(config, dtype, names)
         return {}
@@ -214,8 +214,8 @@ def say_stored(name: str, stored: str, form: str) -> None:
 
 
 def nf4(dtype: torch.dtype, kind: type[BitsAndBytesConfig] = BitsAndBytesConfig) -> BitsAndBytesConfig:
-    """Return the config of 4-bit NF4 with double quantization, computing in `dtype`; `kind` is its class, for linear
-    layers only or also for experts."""
+    """Return the config of 4-bit NF4 with double quantization, computing in `dtype`. `kind` is the config's class, for
+    linear layers only or also for experts."""
     return kind(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )

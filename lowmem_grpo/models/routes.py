@@ -75,7 +75,7 @@ class Routes:
 
 
 def one_prompt(rollouts: list[Rollout], prompt: list[int]) -> list[Rollout]:
-    """Let rollouts whose routes for the prompt equal the first rollout's share its memory; return all rollouts."""
+    """Let rollouts share the first one's memory for the prompt's routes where these are equal; return all rollouts."""
     first = rollouts[0].routes
     for rollout in rollouts if first is not None else []:
         known, own = first.cut(0, len(prompt)), rollout.routes.cut(0, len(prompt))

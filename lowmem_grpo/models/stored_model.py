@@ -197,7 +197,7 @@ def text_part(config: Any) -> Any:
 
 
 def text_name(stored: str, names: dict[str, str]) -> str | None:
-    """Return the name in the text model of a stored tensor or module; None if it belongs to another part."""
+    """Return the name that a stored tensor or module has in the text model; None if it belongs to another part."""
     if not names or stored.startswith("lm_head"):
         return stored
     pattern = next((known for known in names if re.match(known, stored)), None)

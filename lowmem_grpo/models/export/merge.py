@@ -88,7 +88,7 @@ def live_pairs(model: Any) -> dict[str, LoraPair]:
 
 
 def checked(pairs: dict[str, LoraPair], where: str) -> dict[str, LoraPair]:
-    """Return the pairs. AdapterError if there are none, or one is not finite."""
+    """Return the pairs. AdapterError if there are none, or a pair is not finite."""
     if not pairs:
         raise AdapterError(f"{where} has no LoRA layer: there is nothing to merge")
     for name, pair in pairs.items():

@@ -34,8 +34,7 @@ REFUSED: Table = {
 
 
 class Saving:
-    """The save methods of a loaded model, `save_pretrained_merged` and `save_pretrained_gguf`, and those that upload.
-    """
+    """The save methods of a loaded model: `save_pretrained_merged`, `save_pretrained_gguf` and those that upload."""
 
     inner: Any
     loaded: Any
