@@ -97,7 +97,7 @@ def check_tokens(tensors: Mapping[str, Any], constants: Container[str]) -> None:
         if kind and (values.is_floating_point() or (kind == "bool" and values.dtype != torch.bool)):
             raise ValueError(f"{name} is {values.dtype}; it must be {kind}, as {name}.to(torch.{kind}) makes it")
         if name in constants and values.requires_grad:
-            raise ValueError(f"{name} needs a gradient, which the loss would lose or send astray: {name}.detach()")
+            raise ValueError(f"{name} needs a gradient, which the loss would drop or misdirect: {name}.detach()")
 
 
 def settings_of(settings: LossSettings | None, options: dict[str, Any]) -> LossSettings:

@@ -72,7 +72,7 @@ class RunSettings:
             raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r} and engine is {self.engine!r}, whose cache "
                              "has the model's dtype; use engine='vllm', or leave it out")
         if self.sampling_weights == "16bit" and self.form == BITS_16:
-            raise ValueError("sampling_weights is '16bit', which is of 4-bit and FP8 weights; leave it out, or set "
+            raise ValueError("sampling_weights is '16bit', which needs 4-bit or FP8 weights; leave it out, or set "
                              "load_in_4bit=True")
 
     def opened(self) -> "RunSettings":

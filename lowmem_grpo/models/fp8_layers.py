@@ -205,7 +205,7 @@ def leave_out_activations(model: PreTrainedModel, heads: dict[str, Any]) -> None
     """Log one line that scales of activations are ignored, and keep transformers from listing them as unexpected."""
     scales = [name for name in heads if name.endswith(OF_ACTIVATIONS)]
     if scales:
-        logger.info("%d scales of activations are left out, %s for one: activations stay in 16 bits", len(scales),
+        logger.info("%d scales of activations are left out, such as %s: activations stay in 16 bits", len(scales),
                     scales[0])
     # Patterns that models declare and transformers' own quantizers extend (5.19, quantizer_gemma.py); a test fails if
     # the table comes back.

@@ -134,7 +134,7 @@ def check_config(model: Any, config: LoraConfig) -> None:
         keys = getattr(config, name) or {}
         used = {get_pattern_key(list(keys), path) for path in adapted}
         for key in keys.keys() - used:
-            logger.warning("%s: %r is the pattern of no layer with LoRA, and changes nothing", name, key)
+            logger.warning("%s: %r matches no layer with LoRA, and changes nothing", name, key)
 
 
 def check_orthogonal(ranks: list[int], adapted: dict[str, Any]) -> None:

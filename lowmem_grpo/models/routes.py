@@ -128,7 +128,7 @@ def say_unrouted(rollouts: Sequence[Rollout]) -> bool:
     lacking = sum(not rollout.routes and not any(turn.routes for turn in rollout.turns) for rollout in rollouts)
     if lacking:
         logger.warning("%d of %d completions came without routes, the record of the experts that they were sampled "
-                       "with. The trainer chooses their experts again, perhaps others. See docs/limits.md", lacking,
+                       "with. The trainer chooses experts again, perhaps different ones. See docs/limits.md", lacking,
                        len(rollouts))
     return lacking > 0
 

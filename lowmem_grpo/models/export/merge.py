@@ -210,7 +210,7 @@ def check_merged(folder: Path, files: dict[str, Path], weights: list[Weight], pa
     wanted = {weight.name for weight in weights}
     if files.keys() != wanted:
         odd = sorted(files.keys() ^ wanted)[0]
-        raise MergeError(f"{folder} does not hold the model's tensors: {odd} is missing or too many")
+        raise MergeError(f"{folder} does not hold the model's tensors: {odd} is missing or unexpected")
     check = MergeCheck(len(weights))
     for weight in weights:
         with safe_open(files[weight.name], "pt") as file:

@@ -104,8 +104,8 @@ class Saving:
 
     def save_pretrained_torchao(self, *args: Any, **kwargs: Any) -> None:
         """Raise UnsupportedError, which says what to do instead."""
-        raise UnsupportedError("save_pretrained_torchao is not supported: save_pretrained_merged, and quantize that "
-                               "folder with torchao's TorchAoConfig in transformers")
+        raise UnsupportedError("save_pretrained_torchao is not supported: call save_pretrained_merged, and quantize "
+                               "its folder with torchao's TorchAoConfig in transformers")
 
 
 def method_of(save_method: str | None) -> str:
