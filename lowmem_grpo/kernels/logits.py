@@ -59,7 +59,7 @@ def kernels_take(logits: Tensor) -> bool:
 
 
 def packed_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a view (R, V) of `dtype` in the bytes of float32 logits (R, V): the first half of each row for 16 bits."""
+    """Return a view (R, V) of `dtype` on float32 logits (R, V); a 16-bit dtype takes the first half of each row."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 

@@ -39,7 +39,7 @@ def normalized(h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def scaled(n: Tensor, weight: Tensor, dtype: torch.dtype, offset: float, round_once: bool) -> Tensor:
-    """Return n * (offset + weight), rounded in the order of the module that has this offset."""
+    """Return n * (offset + weight). n is rounded before the product if `offset` is 0 and `round_once` is False."""
     return (n * (offset + weight.to(n.dtype))).to(dtype) if offset or round_once else weight * n.to(dtype)
 
 

@@ -85,7 +85,7 @@ class Objective:
         return False
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        """Return the rollout fields to fill before the first of so many steps: old_logprobs, ref_logprobs, entropy."""
+        """Return the fields (old_logprobs, ref_logprobs, entropy) that rollouts need before `optimizer_steps` steps."""
         return ()
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:

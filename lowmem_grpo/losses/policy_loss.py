@@ -1,5 +1,5 @@
-"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate. This
-part and its order are shared by the loss types of `loss_types.py`.
+"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate. All
+loss types of `loss_types.py` share these factors, in this order:
 
     l_t = token_loss_t * keep_t (off-policy mask) * mask_t (top entropy) * sg(c_t) (correction)
     loss = sum_t weight_t (l_t + beta KL_t w_t) - entropy_coef * (mean entropy of the tokens that take part)

@@ -127,8 +127,8 @@ def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
 
 
 def joined_offsets(weights: Sequence[NF4Weight]) -> Tensor | None:
-    """Return a view with one offset per nested block; None if the offsets are not adjacent. Each weight's storage
-    repeats its offset once per block, and its own `offset` is the first of these."""
+    """Return a view with one offset per nested block; None if the offsets are not adjacent. A weight's storage repeats
+    its offset once per block, and `offset` is a view of the first copy."""
     counts = [0 if weight.nested_absmax is None else len(weight.nested_absmax) for weight in weights]
     offsets = [weight.offset.reshape(-1)[:1] for weight in weights if weight.offset is not None]
     first = offsets[0].detach()

@@ -4,7 +4,7 @@
     backward  for each group: its attention once more, then dq[:, g], dk[:, g], dv[:, g] from dout[:, g]
 
 The backward pass of fused attention allocates float32 accumulators, and keys expanded to the number of query heads, for
-all heads that it is given; here it is given one group at a time. Only q, k and v are saved, and each group's forward is
+all heads of its inputs; here its inputs are one group at a time. Only q, k and v are saved, and each group's forward is
 recomputed, which costs one more forward pass of attention. Heads are independent, so the gradient is the same for any
 number of groups.
 

@@ -155,7 +155,7 @@ def unmap(llm: Any) -> None:
 
 
 def wake_if_room(llm: Any) -> bool:
-    """Wake an engine that is about to end; returns False if memory has no room, and it stays asleep."""
+    """Wake an engine that is about to end. If memory has no room, leave it asleep and return False."""
     if not llm.llm_engine.is_sleeping():
         return True
     try:
