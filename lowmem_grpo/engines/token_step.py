@@ -239,6 +239,6 @@ def addresses(weights: Iterable[Tensor]) -> list[int]:
 
 
 def forget_all_graphs() -> None:
-    """Drop the graphs of every engine, because memory that they read is about to be freed. They are recorded again."""
+    """Drop the graphs of every engine, because memory that they read will be freed. Later steps record new ones."""
     for buffers in list(LIVING):
         buffers.forget_graphs()

@@ -204,8 +204,8 @@ def differentiate_ref(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
-    """Turn raw logits (N, T) of the entries from `first` on, with bias (T,) of the same entries, into d, in the place
-    of `packed_gradient`. Needs one more buffer of the size of the logits, two for an entropy gradient."""
+    """Overwrite raw logits (N, T) of the vocabulary from entry `first` on, with bias (T,), by their gradient d in the
+    layout of `packed_gradient`. Needs one more buffer of the size of the logits, two for an entropy gradient."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     columns = (targets - first).clamp(0, logits.shape[1] - 1)[:, None]
     here = columns.squeeze(-1) + first == targets

@@ -78,7 +78,7 @@ def returns_of(rollout: Rollout, discount: float, weights: Mapping[str, float], 
 
 
 def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Place, float]:
-    """Return the advantage of each turn within its set of compared returns."""
+    """Return the advantage of each turn over the returns that it is compared with."""
     widest = max(map(len, compared.values()), default=0)
     rows = [[*returns.values(), *[math.nan] * (widest - len(returns))] for returns in compared.values()]
     if not rows:

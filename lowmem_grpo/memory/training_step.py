@@ -123,7 +123,7 @@ class StepShape:
 
     def attention_waits(self) -> int:
         """Return the part of `attention_saved` that is alive while the layers after attention run backward. Our
-        attention by groups of heads computes q, k and v again, so that they are not part of it."""
+        attention by groups of heads computes q, k and v again, so these do not count."""
         if not (self.by_groups and self.model.family.attention.lean):
             return self.attention_saved()
         others = 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer if self.model.per_layer else 0
