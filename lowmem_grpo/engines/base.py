@@ -35,7 +35,7 @@ class Request:
 
 
 class Conversation(Protocol):
-    """The source of an engine's requests for turns, to which it returns the sampled turns."""
+    """The source of an engine's requests to sample turns, and the receiver of the sampled turns."""
 
     def next_requests(self, busy: bool) -> list[Request]:
         """Return the requests that are ready. For a `busy` engine, which has other turns to decode, return at once,
@@ -120,7 +120,7 @@ def capabilities_of(engine: Any) -> frozenset[str]:
 
 
 class Calls:
-    """Records the error that a callback of a call raised, to tell it from an error of the engine."""
+    """A record of the error that the caller's callback raised, to tell it from an error of the engine."""
 
     failed_outside: Exception | None = None  # an error raised by our own code or the caller's, not by the engine
 
@@ -202,7 +202,7 @@ class Pace:
         self.start_call()
 
     def start_call(self) -> None:
-        """Begin a call. Its tail is measured against the widest batch of this call."""
+        """Begin a call. A step is in its tail if it decodes few sequences, compared with the call's widest batch."""
         self.widest = 0
         self.resume()
 

@@ -149,8 +149,8 @@ class Batch:
 
     def find_done(self) -> tuple[int, list[int]]:
         """Ask the device which rows are done. Return the number of tokens that all rows drew since the last call, and
-        the prompts whose last row was done since then. After an error, the tokens drawn since the last call are drawn
-        again, with the same result."""
+        the prompts of which the last row has finished since. After an error, the tokens drawn since the last call are
+        drawn again, with the same result."""
         state, generation, done, total = self.state, self.generation, list[int](), 0
         rows = torch.stack([state.rows, state.counts, state.alive.long()], 1).tolist()
         for row, count, alive in rows:
@@ -172,7 +172,7 @@ class Batch:
             self.uniforms = self.uniforms[kept]
 
     def keep_prefixes(self) -> None:
-        """Keep the KV cache of finished turns, without the unused place that each step since a turn's end added."""
+        """Keep the KV cache of finished turns, without the unused places that steps after a turn's end added."""
         state, generation = self.state, self.generation
         rows, held = state.rows.tolist(), (state.positions + 1).tolist()
         done = [place for place, alive in enumerate(state.alive.tolist()) if not alive]

@@ -163,7 +163,7 @@ class EngineKeeper:
         return self.kept
 
     def close(self) -> None:
-        """Close the kept engine. The next call of `engine` makes a new one, with the sizes that fit memory before."""
+        """Close the kept engine. The next call of `engine` makes a new one, with sizes for which memory had room."""
         if self.kept is not None:
             self.kept.close()
             self.bound = self.kept.bound

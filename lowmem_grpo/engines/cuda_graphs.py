@@ -96,4 +96,4 @@ def refuse_graphs(why: str, fix: str = FIX) -> None:
 @cache
 def say_plain(why: str) -> None:
     logger.warning("token steps run without CUDA graphs, several times slower where rows are few: %s. "
-                   "enforce_eager=True says that this is meant", why)
+                   "Set enforce_eager=True if this is intended", why)

@@ -52,7 +52,7 @@ class Prefill:
 
     @property
     def held(self) -> list[int]:
-        """(P,) tokens taken from the cache."""
+        """The number of tokens (P,) of each prompt that are taken from the cache."""
         return [max(0, len(ids) - self.fed) for ids in self.prompts]
 
     def inputs(self, pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ class GenerationState:
 
     def prefills(self, rows: list[int], running: int) -> list[Prefill]:
         """Return the prompts of these rows, grouped by tokens to feed: prompts that extend kept turns, then each other
-        prompt once. Take those turns out of the prefix cache, and trim it to the room left beside `running` rows."""
+        prompt once. Take the kept turns out of the prefix cache, and trim it to the room left beside `running` rows."""
         prefixes = {row: kept for row in rows if self.requests
                     if (kept := self.kept.rows.pop(self.requests[row].key, None)) is not None}
         self.kept.trim(self.room - running - len(rows))
@@ -198,7 +198,7 @@ class GenerationState:
                 self.prompt_routes.setdefault(row, routes)  # resumed rows keep the routes of their first pass
 
     def keep_routes(self, rows: Tensor, counts: Tensor, fed: Tensor | None) -> None:
-        """Record the routes of the last of the `counts` tokens that rows drew: the last of `fed` (B, S, layers, k)."""
+        """Record the routes of each row's last drawn token, number `counts`: the last in `fed` (B, S, layers, k)."""
         if fed is None:
             return
         if self.routes is None:

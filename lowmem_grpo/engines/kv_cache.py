@@ -42,7 +42,7 @@ class GrowingLayer(DynamicLayer):
         return cls.holding(storage, width)
 
     def copied(self, rows: Tensor, room: bool) -> "GrowingLayer":
-        """Return a copy of these rows (R,), which may repeat; without `room` it cannot grow in place."""
+        """Return a copy of these rows (R,), which may repeat; without `room` the copy cannot grow in place."""
         length = self.get_seq_length()
         storage = self.storage if room else self.storage[:, :, :, :length]
         return self.holding(storage.index_select(1, rows), length)
@@ -116,8 +116,8 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 4,
                           real: Tensor | None = None) -> Tensor:
-        """Store the last W - 1 inputs for rows whose last token is `real` (B, T; None: all); returns the stored inputs
-        and the new ones (B, C, T), concatenated to (B, C, W - 1 + T)."""
+        """Return the stored inputs followed by the new ones (B, C, T), and store the last W - 1 of them. A row whose
+        last token is not `real` (B, T; None: all are) keeps its stored inputs."""
         before = self.conv_states[0]
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size - 1)
@@ -237,7 +237,7 @@ class GrowingCache(Cache):
 
 @dataclass(frozen=True)
 class CacheSlice:
-    """The places from `start` to `end` of a range of a cache's rows."""
+    """A part of a cache: the places from `start` to `end` of some rows."""
 
     cache: GrowingCache
     rows: slice

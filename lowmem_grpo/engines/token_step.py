@@ -2,7 +2,7 @@
 
 On a card the step is recorded as a CUDA graph, once per number of rows and cache length (rounded up), because the host
 takes longer to launch a small step's kernels than the card to run them. A graph's first result is compared with the
-eager step's. Without graphs the same code runs eagerly, and a warning says why; `enforce_eager=False` refuses that.
+eager step's. Without graphs the same code runs eagerly and a warning says why, or with `enforce_eager=False` an error.
 
 Rows of `generate` use buffers that live as long as the engine, so that the graphs of one call serve the next. Rows of
 `converse`, and all rows if no graphs are recorded, get new buffers.
@@ -103,8 +103,8 @@ class TokenStep:
         return replace(storage, first=running) if running else storage
 
     def factors(self) -> Kept | None:
-        """Return the cache of cast adapters that the graphs read, emptied with the graphs if another adapter is active
-        or parameters have moved in memory; None without lasting buffers."""
+        """Return the cache of cast adapters that the graphs read; None without lasting buffers. Cache and graphs are
+        dropped if another adapter is active or parameters have moved in memory."""
         if self.lasting is None:
             return None
         model = self.passes.policy.model
@@ -239,6 +239,6 @@ def addresses(weights: Iterable[Tensor]) -> list[int]:
 
 
 def forget_all_graphs() -> None:
-    """Drop the graphs of every engine, because memory that they read is about to be freed. They are recorded again."""
+    """Drop the graphs of every engine, because memory that they read will be freed. Later steps record new ones."""
     for buffers in list(LIVING):
         buffers.forget_graphs()

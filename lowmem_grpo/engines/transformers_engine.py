@@ -85,7 +85,7 @@ class TransformersEngine:
             self.passes.wide.held.clear()
 
     def give_back(self) -> None:
-        """Free everything now and in each later training phase, because memory ran out in training."""
+        """Free everything now and before each later training phase, because memory ran out in training."""
         self.sleeps = True
         if not self.decoding:
             self.sleep()
@@ -121,8 +121,8 @@ class TransformersEngine:
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Decode turns in rounds; see `Engine.converse`. Without a limit on rows, there is room for twice the largest
-        round, running and kept rows together."""
+        """Decode turns in rounds; see `Engine.converse`. Without a limit on rows, running and kept rows together are at
+        most twice the largest round."""
         self.kv_bytes, goes_on = 0, getattr(conversation, "goes_on", False)
         self.step.drop()  # its memory is needed for kept rows
         if not goes_on:

@@ -2,9 +2,9 @@
 passes that refuse to be differentiated a second time.
 
 A call of `torch.library.custom_op` costs 20 to 90 microseconds of Python when it writes to its arguments, more than the
-launch itself. Here an operation is registered with the dispatcher directly, which costs about 2. A tensor that a kernel
-writes to gets a new version, so that autograd and the checks of `offload` refuse a saved tensor that was overwritten.
-The operations have no gradient: they are called inside autograd functions, or without autograd.
+launch itself. Here an operation is registered with the dispatcher directly, which costs about 2 microseconds. A tensor
+that a kernel writes to gets a new version, so that autograd and the checks of `offload` refuse a saved tensor that was
+overwritten. The operations have no gradient: they are called inside autograd functions, or without autograd.
 """
 
 import functools
@@ -52,7 +52,7 @@ def raising_versions(function: Callable[..., Any], written: list[int]) -> Callab
 
 
 def on_its_card(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` wrapped to run on the card of its first tensor, as Triton launches on the current one."""
+    """Return `function` wrapped to run on the card of its first tensor; Triton launches on the current card."""
 
     def run(*arguments: Any) -> Any:
         index = next(argument for argument in arguments if isinstance(argument, Tensor)).get_device()

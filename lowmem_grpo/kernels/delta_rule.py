@@ -17,7 +17,7 @@ solved for all chunks at once:
 
 b_i - b_j is taken as the sum of g between j and i, never as a difference: under strong decay b grows, and its
 difference would lose the digits that matter. All is computed in float32 (float64 for inputs of that dtype). Only the
-inputs are kept for backward; heads are independent, so both passes take a few at a time, with scratch memory for these.
+inputs are kept for backward; heads are independent, so both passes take a few heads at a time, to save scratch memory.
 
 The convolution: y_t = silu(sum_j w_j x_{t - W + 1 + j}), j = 0 .. W - 1, for x, y (T, C), w (C, W) and states
 (S, W - 1, C). Before a run's first token x is the initial state; the final state is the last W - 1 inputs.
@@ -52,7 +52,7 @@ def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences,
     initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (T, H, V) in value's dtype, and the runs' final states (S, H, K, V) in float32; initial None is zeros."""
+    """Return (T, H, V) in value's dtype, and final states (S, H, K, V) in float32; `initial` None means zeros."""
     if initial is None:
         initial = g.new_zeros(len(runs.lengths), value.shape[1], key.shape[2], value.shape[2])
     if not runs.tokens:
@@ -90,7 +90,7 @@ def fla_version() -> str | None:
 
 
 def fla_serves(x: Tensor) -> bool:
-    """Return whether the package's kernels may compute for x: on a card, in 16 bits, if it is installed."""
+    """Return whether flash-linear-attention is installed and its kernels may compute for x: 16 bits, on a card."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and fla_version() is not None
 
 
@@ -105,7 +105,7 @@ def describe_kernels(x: Tensor) -> str:
 def by_fla(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `delta_rule` with the package's kernels, which take no runs without tokens."""
+    """Compute `delta_rule` with flash-linear-attention's kernels, which do not accept runs without tokens."""
     rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     states = list(zip(initial.split(1), runs.lengths, strict=True))
     result, final = rule(query[None], key[None], value[None], g[None], beta[None], output_final_state=True,
@@ -146,7 +146,7 @@ def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> 
 def delta_step(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute one token of B rows, shaped as above with B for T; return (B, H, V) and the next states (B, H, K, V)."""
+    """Run the rule on one token of each of B rows (B for T); return (B, H, V) and the next states (B, H, K, V)."""
     groups, dtype = value.shape[1] // key.shape[1], state.dtype
     query, key = (normed(x.to(dtype)).repeat_interleave(groups, 1) for x in (query, key))
     state = state * g.to(dtype).exp()[..., None, None]

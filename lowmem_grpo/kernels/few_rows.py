@@ -44,7 +44,7 @@ def decode_ref(
     x: Tensor, weight: Tensor, features: Sequence[int], xa: Tensor | None = None, lora_b: Tensor | None = None,
     scale: float | Tensor = 1.0, bias: Tensor | None = None,
 ) -> Tensor:
-    """Return (M, N) in x.dtype by plain torch, for the dequantized weight (N, K); `features` are each matrix's rows."""
+    """Return (M, N) in x.dtype by plain torch, for the dequantized weight (N, K) with `features` rows per matrix."""
     out = x @ weight.T
     if xa is not None and lora_b is not None:
         inputs, factors = (xa * scale).split(lora_b.shape[1], 1), lora_b.split(list(features))
@@ -70,8 +70,9 @@ def taken_rows(capability: int, form: str) -> int:
 
 
 def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> Launch:
-    """Return a launch whose warps divide K, from sm_80 on as many as have room for their columns of x in shared memory;
-    each reads `step` bytes of a row of W at a time. Rows beyond `max_rows` are for further blocks."""
+    """Return a launch whose warps divide K; each warp reads `step` bytes of a row of W at a time. From sm_80 on there
+    are as many warps as have room for their columns of x in shared memory. Further blocks take the rows beyond
+    `max_rows`."""
     rows = min(rows, max_rows(capability))
     if capability < 80:
         block_m = 1 if rows == 1 else max(4, next_power_of_2(rows))
@@ -85,7 +86,7 @@ def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> L
 
 
 def narrow_launch(rows: int, outputs: int, columns: int, capability: int) -> Launch:
-    """Return a launch of few warps; on an H100 it takes 1.05 times the best of 209 launches (`decode_launch` 1.45)."""
+    """Return a launch of few warps: on an H100 its time is 1.05 times the best of 209 (`decode_launch`: 1.45)."""
     if capability < 80:
         return decode_launch(rows, outputs, capability)
     block_m = max(8, next_power_of_2(rows))

@@ -5,7 +5,7 @@ NF4: a byte holds an even and an odd column: the high nibbles are multiplied wit
 with the odd columns, in two products, so that nothing is interleaved.
 
 Bounds from the compiled loop are 10 us for 4096 x 14336 and 3 us for 4096 x 4096 on an H100; measured there in a CUDA
-graph: 37 and 14 us for 1 to 8 rows (dense 44 and 16), 76 and 26 us for 64 (dense 47 and 15). What its warps wait for is
+graph: 37 and 14 us for 1 to 8 rows (dense 44 and 16), 76 and 26 us for 64 (dense 47 and 15). Why its warps stall is
 not known yet. Before sm_80 Triton multiplies without tensor cores: 8 instructions for one row, 17 for 8.
 
 FP8: scales are by row, one for all, or by blocks that a tile of 64 columns does not cross (128 x 128; groups of 64 or
@@ -121,7 +121,7 @@ def nf4_variants(capability: int, dtype: torch.dtype) -> list[Variant]:
 
 
 def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:
-    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, K a multiple of 16, a scale for 64 columns."""
+    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, K a multiple of 16; scales span 64 columns."""
     one_scale = weight.scales.shape[1] == 1 or weight.block[1] % STEP == 0
     return few_rows.takes_rows(x, weight.out_features, "fp8") and x.shape[1] % 16 == 0 and one_scale
 

@@ -130,13 +130,13 @@ def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def spread_scales(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """Return the scale of each weight in (rows, columns) that begin with a block; (rows, 1) if each row has one."""
+    """Return the scale of each weight in a part of this shape that begins with a block; (rows, 1) for scales by row."""
     spread = scales.repeat_interleave(block[0], 0)[: shape[0]] if block[0] > 1 else scales
     return spread if scales.shape[1] == 1 else spread.repeat_interleave(block[1], 1)[:, : shape[1]]
 
 
 def fp8_dequantize_ref(weight: FP8Weight) -> Tensor:
-    """Return the weight (out, in) in weight.dtype, by plain torch; exact before the rounding if that is float64."""
+    """Return the weight (out, in) in weight.dtype by plain torch: computed in float32, or for that dtype in float64."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     scales = spread_scales(weight.scales, weight.block, weight.shape)
     return (weight.codes.view(E4M3).to(wide) * scales.to(wide)).to(weight.dtype)

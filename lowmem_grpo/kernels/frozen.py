@@ -69,8 +69,8 @@ def decode(
     x: Tensor, weight: QuantizedWeight, xa: Tensor | None = None, lora_b: Tensor | None = None,
     scale: float | Tensor = 1.0, bias: Tensor | None = None,
 ) -> Tensor:
-    """Return x W^T + scale * xa_s B^T + bias (M, N) if `can_decode`, without autograd (few_rows.py): x (M, K) of any
-    strides; xa (M, S * R), lora_b (N, R) and bias (N,) of its dtype."""
+    """Return x W^T + scale * xa_s B^T + bias (M, N), without autograd (few_rows.py); `can_decode` must be True. x (M,
+    K) has any strides; xa (M, S * R), lora_b (N, R) and bias (N,) have the dtype of x."""
     operation = nf4_decode_op if isinstance(weight, NF4Weight) else fp8_decode_op
     return operation(x.contiguous(), weight.tensors, weight.sizes, list(weight.out_features),
                      *given_adapters(xa, lora_b, scale, bias))
@@ -125,7 +125,7 @@ def project_bands(
 
 
 def crossings(features: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield, for each matrix with rows in [start, stop), its number and those rows: counted in it, and in the band."""
+    """Yield (number, rows' slice in the matrix, their slice in the band) of each matrix with rows in [start, stop)."""
     first = 0
     for number, size in enumerate(features):
         begin, end = max(start, first), min(stop, first + size)
@@ -192,7 +192,7 @@ def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, T
 
 
 def even_step(count: int, size: int, unit: int) -> int:
-    """Return the rows or columns of a band, of `count` with `size` bytes each: a multiple of `unit`, in equal bands."""
+    """Return how many of `count` rows or columns of `size` bytes a band has: a multiple of `unit`, in equal bands."""
     bands = max(1, math.ceil(count * size / BAND_BYTES))
     return max(1, math.ceil(count / bands / unit)) * unit
 
@@ -213,9 +213,9 @@ def check_frozen(weight: FrozenWeight) -> None:
 
 
 def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias (..., out) for x (..., in) of any floating dtype, in which codes are decoded. Nothing is kept
-    for the backward pass, which decodes them again: the weight takes no gradient, a bias may. ValueError if shapes do
-    not fit."""
+    """Return x W^T + bias (..., out) for x (..., in) of any floating dtype, to which codes are decoded. The backward
+    pass decodes them again, so nothing is kept for it. The weight takes no gradient, a bias may. ValueError if shapes
+    do not fit."""
     weight = frozen_weight(weight)
     check_tensors({"bias": bias}, x=x)
     check_frozen(weight)
@@ -307,7 +307,7 @@ class FrozenStack:
         return self.weight[part] if isinstance(self.weight, Tensor) else self.weight.rows(part.start, part.stop)
 
     def fill(self, out: Tensor, number: int) -> Tensor:
-        """Return an expert's weight (out, in) in the dtype of `out`: a view if it is stored so, else in `out`."""
+        """Return an expert's weight (out, in) in the dtype of `out`: a view if it has that dtype, else `out`."""
         part = self.expert(number)
         if isinstance(part, Tensor):
             return part if part.dtype == out.dtype else out.copy_(part)

@@ -58,9 +58,9 @@ def linear_logprobs(
 
     hidden (N, D) and weight (V, D) share a floating dtype, targets (N,) is int64, bias (V,) is optional. Returns
     logprobs (N,) in float32 (float64 for float64 input), or a tuple with the other values asked for, each (N,). Rows
-    whose target is `ignore_index` give 0 and no gradient; other targets outside of the vocabulary are refused, or give
-    NaN on a card, which does not wait for a check. The log-probability of the likeliest token has no gradient, and
-    ignored rows have it too; where it equals the target's, the target is the likeliest token.
+    whose target is `ignore_index` give 0 and no gradient. Other targets outside of the vocabulary are refused on the
+    CPU, and give NaN on a card, which does not wait for a check. The log-probability of the likeliest token has no
+    gradient, and also holds for ignored rows; where it equals the target's, the target is the likeliest token.
 
     hidden, weight and bias get gradients if they require them. The entropy is a value without gradient unless
     `entropy_grad` is set, for a loss with an entropy bonus; that costs a third matrix product. `chunk_rows` rows of

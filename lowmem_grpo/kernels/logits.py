@@ -23,7 +23,7 @@ NONE_IGNORED = -(2**62)  # equals no target
 
 
 class LogitShape(NamedTuple):
-    """The numbers in the formulas above; rows whose target is `ignore_index` give 0 and no gradient."""
+    """The numbers in this module's formulas; rows whose target is `ignore_index` give 0 and no gradient."""
 
     temperature: float = 1.0
     scale: float = 1.0
@@ -59,7 +59,7 @@ def kernels_take(logits: Tensor) -> bool:
 
 
 def packed_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a view (R, V) of `dtype` in the bytes of float32 logits (R, V): half of each row for 16 bits."""
+    """Return a view (R, V) of `dtype` on float32 logits (R, V); a 16-bit dtype takes the first half of each row."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 
@@ -69,7 +69,7 @@ def floor_(logits: Tensor) -> Tensor:
 
 
 def row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """Return the dot products (R,) of the rows of two (R, V), by bands, without a buffer (R, V) for the products."""
+    """Return the dot products (R,) of the rows of two tensors (R, V), by bands, with no buffer (R, V) for products."""
     bands = zip(left.split(DOT_COLUMNS, 1), right.split(DOT_COLUMNS, 1), strict=True)
     return torch.stack([torch.linalg.vecdot(*band) for band in bands]).sum(0)
 
@@ -108,7 +108,7 @@ def row_statistics(
     logits_ptr, bias_ptr, V, temperature, scale, softcap,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """Return (m, sum exp(z - m), sum exp(z - m) (z - m)) of one row of V raw logits, m = max z, in one reading."""
+    """Return (m, sum exp(z - m), sum exp(z - m) (z - m)) of one row of V raw logits, m = max z, in one pass over it."""
     lanes = tl.arange(0, BLOCK_V)
     lane_max = tl.full((BLOCK_V,), FLOOR, tl.float32)  # each lane keeps its own three, merged at the end
     lane_sum = tl.zeros((BLOCK_V,), tl.float32)

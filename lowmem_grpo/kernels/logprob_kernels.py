@@ -40,8 +40,8 @@ def forward_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, scale: float,
     softcap: float | None, ignore_index: int, chunk_rows: int, keep_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return logprobs, entropy, m and log s, (4, N) together, where log sum exp(z) = m + log s, and U (N, D) in the
-    dtype of hidden, empty if it is not kept; hidden (N, D), weight (V, D), bias (V,)."""
+    """Return a tensor (4, N) of logprobs, entropy, m and log s, where log sum exp(z) = m + log s, and U (N, D) in the
+    dtype of hidden, empty if it is not kept. The inputs are hidden (N, D), weight (V, D) and bias (V,)."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     check_targets(targets, vocabulary, ignore_index)
     buffer = new_logits(hidden, min(chunk_rows, rows), vocabulary)
@@ -62,7 +62,7 @@ def forward_rows(
 
 
 def check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raise ValueError for a target on the CPU that is no token. A card is not waited for: its row is NaN there."""
+    """Raise ValueError for a target on the CPU that is no token. A card is not checked; its row becomes NaN."""
     if type(targets) is Tensor and targets.is_cpu:  # a fake tensor has no values
         ids = targets.numpy()
         if len(wrong := ids[(ids != ignore_index) & ((ids < 0) | (ids >= vocabulary))]):
@@ -140,7 +140,7 @@ def logprob_rows_triton(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Launch the kernel, one program per row. Returns (4, R); with a dtype, the gradient overwrites the logits."""
+    """Launch the kernel, one program per row; return (4, R). With a dtype, the gradient overwrites the logits."""
     rows, vocabulary = logits.shape
     results = torch.empty(4, rows, dtype=logits.dtype, device=logits.device)
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
@@ -166,9 +166,9 @@ def backward_tiles(
     grad_entropy: Tensor | None, needed: list[bool],
 ) -> list[Tensor]:
     """Return gradients of hidden (N, D), weight (V, D) and bias (V,), empty if not needed, from the results (4, N) of
-    `forward_rows` and the gradients (N,). These are divided by their largest magnitude before anything is rounded to 16
-    bits, and the results multiplied by it in float32: a loss averaged over many tokens does not underflow in
-    float16."""
+    `forward_rows` and the incoming gradients (N,). Incoming gradients are divided by their largest magnitude before
+    anything is rounded to 16 bits, and the results multiplied by it in float32: a loss averaged over many tokens does
+    not underflow in float16."""
     smallest = grad_logprobs.new_full((1,), torch.finfo(grad_logprobs.dtype).tiny)  # for a divisor above 0 if all are 0
     present = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
     most = torch.cat([smallest, *present]).abs().amax()
@@ -204,8 +204,8 @@ def differentiate_ref(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
-    """Turn raw logits (N, T) of the entries from `first` on, with bias (T,) of the same entries, into d, in the place
-    of `packed_gradient`. Needs one more buffer of the size of the logits, two for an entropy gradient."""
+    """Overwrite raw logits (N, T) of the vocabulary from entry `first` on, with bias (T,), by their gradient d in the
+    layout of `packed_gradient`. Needs one more buffer of the size of the logits, two for an entropy gradient."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     columns = (targets - first).clamp(0, logits.shape[1] - 1)[:, None]
     here = columns.squeeze(-1) + first == targets

@@ -3,9 +3,9 @@
     y_i = x W_i^T + scale_i (x A_i^T) B_i^T
     dx = sum_i (dy_i W_i + scale_i (dy_i B_i) A_i);  dA_i = scale_i (dy_i B_i)^T x;  dB_i = scale_i dy_i^T (x A_i^T)
 
-(Hu et al., arXiv 2106.09685, equation 3.) One product with x applies all the A_i, and again in the backward
-pass, so that only x is kept. x (N, in), W_i (out_i, in), A_i (r_i, in), B_i (out_i, r_i). Quantized weights that
-lie one after the other in memory may be given as one, which is then dequantized as a whole.
+(Hu et al., arXiv 2106.09685, equation 3.) One product with x applies all the A_i. The backward pass repeats this
+product, so that only x is kept. x (N, in), W_i (out_i, in), A_i (r_i, in), B_i (out_i, r_i). Quantized weights that lie
+one after the other in memory may be passed as one weight, which is then dequantized as a whole.
 """
 
 from collections.abc import Iterator, Sequence

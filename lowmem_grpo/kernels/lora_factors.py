@@ -74,7 +74,7 @@ class Factors:
         return d_low
 
     def gradients(self, grads: Sequence[Tensor | None], d_low: Tensor, x: Tensor) -> list[Tensor | None]:
-        """Return [dA_i, dB_i of each layer] in float32 (float64 for such x); None without LoRA or without dy_i."""
+        """Return [dA_i, dB_i of each layer] in float32 (float64 if x is); None without LoRA or without dy_i."""
         low, grad_a = self.scaled_low(x), matmul_fp32(d_low.T, x)
         gradients: list[Tensor | None] = []
         for grad, b, columns in zip(grads, self.b, self.columns, strict=True):
@@ -95,8 +95,8 @@ KEPT: ContextVar[Kept | None] = ContextVar("kept factors", default=None)  # a th
 
 @contextmanager
 def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
-    """Convert each layer's pairs only once inside the context, in passes without gradient: 2 bytes per number for x in
-    16 bits. The adapters must not change inside. Pairs in `lasting` are converted again, in place, and stay there."""
+    """Convert each layer's pairs once inside the context, in passes without gradient (2 bytes per number in 16 bits).
+    The adapters must not change inside. Pairs in `lasting` are converted again, in place, and stay there."""
     kept: Kept = {} if lasting is None else lasting
     convert_again(kept)
     token = KEPT.set(kept)
@@ -121,7 +121,7 @@ def convert_again(kept: Kept) -> None:
 
 
 def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
-    """Return `factors_of` these groups; inside `kept_factors` the result is kept."""
+    """Return `factors_of(groups, dtype)`; inside `kept_factors` the result is kept."""
     if KEPT.get() is None:
         return factors_of(groups, dtype)
     key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)
@@ -130,7 +130,7 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
-    """Return the result of `find` for `what`, whose ids are in the key; inside `kept_factors` it is called once."""
+    """Return `find()`; inside `kept_factors` call it once per key, and keep `what`, whose ids are in the key."""
     kept = KEPT.get()
     if kept is None:
         return find()

@@ -46,7 +46,7 @@ def lora_mlp(
     frozen. With `up=None` gate is one matrix (2 F, in), gate's rows first, as in Phi-3, with one LoRA; or a quantized
     weight of two adjacent matrices, gate and up, each with its own LoRA. activation: "silu", "gelu_tanh" or "gelu".
     With `tile_rows` (at least 1; out = in) rows are computed in tiles of that size, and the backward pass computes gate
-    and up again. Without it, one backward pass uses up their buffers: a second one raises RuntimeError.
+    and up again. Without tiles, the backward pass overwrites gate and up, so a second one raises RuntimeError.
     """
     inner = [frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
     both = len(list(lora.shapes_of(inner))) == 1

@@ -123,17 +123,18 @@ class NF4Weight:
         return self.blocksize if self.shape[1] % self.blocksize == 0 else max(self.shape[1], 1)
 
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
-        """Dequantize the part at `row`, `column` into `out` (rows, width); both are multiples of the units above."""
+        """Dequantize the part at `row` and `column` (multiples of the row and column units) into `out` (rows, width).
+        """
         part = self if row == 0 and out.shape[0] == self.shape[0] else self.rows(row, row + out.shape[0])
         nf4_dequantize_op(out, part.tensors, part.sizes, column)
 
     def part(self, name: str) -> Tensor:
-        """Return a tensor of this weight by name; the offset expanded to one for each nested block."""
+        """Return a tensor of this weight by name; the offset is expanded to one for each nested block."""
         tensor = getattr(self, name)
         return tensor.expand_as(self.nested_absmax) if name == "offset" else tensor
 
     def rows(self, start: int, stop: int) -> "NF4Weight":
-        """Return rows start to stop as a view; `start` must begin a block, as each row does if blocksize divides in."""
+        """Return rows start to stop as a view. `start` must begin a block: each row does if blocksize divides `in`."""
         columns, size = self.shape[1], self.blocksize
         if not 0 <= start <= stop <= self.shape[0] or start * columns % size:
             raise ValueError(f"rows {start} to {stop} of {self.shape} in blocks of {size} do not begin with a block")
@@ -231,7 +232,7 @@ def nf4_dequantize_cpu(out: Tensor, tensors: list[Tensor], sizes: list[int], fir
 
 
 def nf4_dequantize_triton(out: Tensor, tensors: list[Tensor], sizes: list[int], first_column: int) -> None:
-    """Write the same columns by the kernel. Whole rows are adjacent in memory, so they are taken as one long row."""
+    """Write the columns from `first_column` on by the kernel; whole rows, adjacent in memory, count as one long row."""
     rows, width = (1, out.numel()) if out.shape[1] == sizes[0] else out.shape
     tiles = triton.cdiv(width, 8 * DEQUANTIZE.constexprs["WORDS"] * DEQUANTIZE.constexprs["STEPS"])
     pointers, numbers = weight_arguments(tensors, sizes)
@@ -258,7 +259,7 @@ def dequantized(weight: Any, out: Tensor | None) -> Tensor:
 
 
 def nf4_dequantize(weight: Any, out: Tensor | None = None) -> Tensor:
-    """Return an NF4Weight or Params4bit (out, in) in its dtype, or in `out` (contiguous, any floating dtype)."""
+    """Return an NF4Weight or Params4bit as values (out, in) in its dtype, or in `out` (contiguous, any float dtype)."""
     return dequantized(weight if isinstance(weight, NF4Weight) else NF4Weight.from_bitsandbytes(weight), out)
 
 

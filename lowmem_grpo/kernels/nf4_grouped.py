@@ -52,7 +52,7 @@ def block_rows(places: int, experts: int) -> int:
 
 def can_group(x: Tensor, stack: FrozenStack) -> bool:
     """Return whether the kernels can multiply rows x with this stack: on CUDA, NF4 weights whose blocks lie within
-    rows, from sm_80 on. Before, Triton uses no tensor cores, and the tiles do not fit in registers."""
+    rows, from sm_80 on. Below, Triton uses no tensor cores, and the tiles do not fit in registers."""
     return x.is_cuda and x.dtype in TRITON_TYPES and whole_blocks(stack) and capability(x.device) >= 80
 
 
@@ -63,14 +63,14 @@ def whole_blocks(stack: FrozenStack) -> bool:
 
 
 def grouped_launch(block: int) -> Launch:
-    """Return the launch for a tile of 64 outputs, with more warps for more registers; the same from sm_80 on."""
+    """Return the launch for a tile of 64 outputs, with more warps for more registers; the same for all cards."""
     return Launch({"BLOCK_M": block, "BLOCK_N": 64}, num_warps=8 if block > 16 else 4, num_stages=2)
 
 
 @triton.jit
 def tile_of(order_ptr, ends_ptr, tiles_ptr, experts, tile, BLOCK_M: tl.constexpr, STEPS: tl.constexpr):
     """Return the expert of a tile, its places, and which of them exist. A binary search finds the last expert whose
-    first tile is not later; experts without tiles begin where the next one does, and are passed over."""
+    first tile is this one or earlier; experts without tiles begin where the next one does, and are passed over."""
     expert = tl.zeros((), tl.int64)
     for step in tl.static_range(STEPS):
         other = expert + (1 << (STEPS - 1 - step))
@@ -179,7 +179,7 @@ def nf4_grouped(
     back: bool = False,
 ) -> Tensor:
     """Return (S, O) for x (S / places_a_row, K), or with `back` (S, K) for x (S / places_a_row, O), in the dtype of x,
-    without autograd; scale (S,) float32. The result of each place lies at that place."""
+    without autograd; scale (S,) float32. Row p of the result belongs to place p."""
     weight, (experts, rows, columns) = stack.weight, stack.shape
     assert isinstance(weight, NF4Weight)
     out = x.new_empty(len(places.order), columns if back else rows)
@@ -202,7 +202,7 @@ def steps_of(experts: int) -> int:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Return both directions and tile sizes, scaled or not, each quantization; for 128 experts. None before sm_80."""
+    """Return a variant per direction, tile size, scale and quantization, for 128 experts; none before sm_80."""
     if capability < 80:
         return []
     return [

@@ -3,8 +3,8 @@
     y = x W^T + scale * (x A^T) B^T + bias
     dx = dy W + scale * (dy B) A;   dA = scale * (dy B)^T x;   dB = scale * dy^T (x A^T);   dbias = sum of dy over rows
 
-x (..., in), W (out, in); A (r, in) and B (out, r), or with S adjacent matrices A (S * r, in), all applied by one
-product with x, and B (out, r), whose rows of matrix s get part s of x A^T. (QLoRA, Dettmers et al., arXiv 2305.14314,
+x (..., in), W (out, in), A (r, in), B (out, r). With S adjacent matrices A is (S * r, in), applied by one product with
+x, and the rows of B (out, r) that belong to matrix s get part s of x A^T. (QLoRA, Dettmers et al., arXiv 2305.14314,
 equations 5 and 6.) The arithmetic is in x.dtype: the weight is dequantized into it, the adapters are converted.
 
 A few rows on CUDA go through `nf4_decode`; everything else, with the backward pass, dequantizes bands of the weight
@@ -85,7 +85,7 @@ def check_arguments(
 
 
 class NF4LinearFunction(torch.autograd.Function):
-    """Maps x (N, in) to (N, out); stacked adapters and bias have its dtype. Keeps only what the gradients need."""
+    """Maps x (N, in) to (N, out); stacked adapters and bias have x's dtype. Keeps only what the gradients need."""
 
     @staticmethod
     def forward(ctx, x, weight, lora_a, lora_b, scale, bias):

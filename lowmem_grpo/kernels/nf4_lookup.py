@@ -77,7 +77,7 @@ def block_scale(
 
 
 def weight_arguments(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-    """Return the pointers into a weight (the table's for those not read) and the numbers that `block_scale` takes."""
+    """Return the pointers into a weight (the table's for unread tensors) and the numbers for `block_scale`."""
     _, blocksize, nested_blocksize, first_block = sizes
     nested = tensors[3:] or [tensors[2]] * 3
     stride = nested[2].ndim if len(tensors) > 3 else 0  # one offset, or one for each nested block

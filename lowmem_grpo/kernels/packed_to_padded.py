@@ -1,4 +1,4 @@
-"""Packed tokens to a padded layout, one row a sequence, and back: sequences that share a prompt each get a copy of it.
+"""Convert packed tokens to a padded layout, one row a sequence, and back; each sequence gets a copy of a shared prompt.
 
     padded   y[s, w] = x[sources[s W + w]]      backward: grad_x[t] = sum_{j < copies[t]} grad_y at places[t] + j W
     packed   x[t] = y at places[t]              backward: grad_y at places[t] = grad_x[t], and 0 elsewhere
@@ -49,7 +49,7 @@ def sum_copies_ref(grads: list[Tensor], sources: Tensor, places: Tensor, copies:
 
 
 def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
-    """Return sums (count, H, K), in float32 and rounded once, of the rows (N, H, K) by their place in `places` (N,)."""
+    """Return (count, H, K): sums of the rows (N, H, K) with equal `places` (N,), in float32 and rounded once."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     return wide.new_zeros(count, *rows.shape[1:]).index_add_(0, places, wide).to(rows.dtype)
 

@@ -39,7 +39,7 @@ def normalized(h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def scaled(n: Tensor, weight: Tensor, dtype: torch.dtype, offset: float, round_once: bool) -> Tensor:
-    """Return n * (offset + weight), rounded in the order of the module that has this offset."""
+    """Return n * (offset + weight). n is rounded before the product if `offset` is 0 and `round_once` is False."""
     return (n * (offset + weight.to(n.dtype))).to(dtype) if offset or round_once else weight * n.to(dtype)
 
 
@@ -140,7 +140,7 @@ def rms_norm_bwd_kernel(
 def new_results(
     x: Tensor, weight: Tensor, residual: Tensor | None, offset: float, round_once: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised y (N, D), residual + x (N, D) or empty, rstd (N,); y may be float32 by a float32 weight."""
+    """Return uninitialised y (N, D), residual + x (N, D) or empty, rstd (N,); a float32 weight may make y float32."""
     dtype = x.dtype if offset or round_once else torch.promote_types(x.dtype, weight.dtype)
     rstd = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(0 if residual is None else x.shape), rstd

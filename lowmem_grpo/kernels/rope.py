@@ -30,7 +30,7 @@ def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: boo
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
-    """Return x (..., D) rotated by cos and sin (..., R), which broadcast over the heads, or the adjoint of that."""
+    """Return x (..., D) rotated by cos and sin (..., R), which broadcast over heads, or with `backward` the adjoint."""
     turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     half = cos.shape[-1] // 2
     if backward:
@@ -42,8 +42,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tens
 
 
 def launch_rule(half: int) -> Launch:
-    """Return the launch: a program rotates all heads of a token, 1,024 pairs at a time, eight per thread. If products
-    and sums were fused, the first product would not be rounded, unlike in transformers."""
+    """Return the launch: a program rotates all heads of a token, 1,024 pairs at a time, eight per thread. Products and
+    sums are not fused, so that the first product is rounded, as in transformers."""
     block = max(16, next_power_of_2(half))
     return Launch({"BLOCK_H": 1024 // block, "BLOCK_R": block}, num_warps=4, num_stages=1, fused=False)
 

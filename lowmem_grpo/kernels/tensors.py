@@ -22,8 +22,7 @@ def check_tensors(optional: Mapping[str, Any] | None = None, **needed: Any) -> N
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Raise ValueError for an argument that is no number, or a tensor that holds more or whose gradient would be lost.
-    """
+    """Raise ValueError for an argument that is no number, or a tensor that is not one number or requires a gradient."""
     for name, value in numbers.items():
         if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
             raise ValueError(f"{name} is a tensor {tuple(value.shape)}, requires_grad={value.requires_grad}; it must "

@@ -68,7 +68,7 @@ class Variant:
 
 
 def types_of(kernel: Any, dtype: torch.dtype, **others: str) -> dict[str, str]:
-    """Return the Triton types of a kernel's run-time arguments: `others`, pointers to `dtype`, and integers."""
+    """Return the Triton types of run-time arguments: those in `others`, else pointers to `dtype` and integers."""
     names = [name for name in kernel.arg_names if len(name) == 1 or not name.isupper()]
     value = "*" + TRITON_TYPES[dtype]
     return {name: value if name.endswith("_ptr") else "i32" for name in names} | others

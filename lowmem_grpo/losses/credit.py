@@ -29,9 +29,9 @@ def assign_credit(
     groups: list[RolloutGroup], settings: AdvantageSettings, discount: float | None, state_weight: float,
     weights: Mapping[str, float], paid: Collection[str],
 ) -> None:
-    """Set `token_advantages` of episodes, and `advantage` to their mean, if there is a discount or states to compare;
-    call it after `assign_advantages`. `weights` holds the weights of all rewards by name; `paid` names the rewards that
-    are sums of the turns' own rewards."""
+    """Set `token_advantages` of episodes, and `advantage` to their mean; without a discount and states to compare, set
+    nothing. Call it after `assign_advantages`. `weights` holds the weights of all rewards by name; `paid` names the
+    rewards that are sums of the turns' own rewards."""
     episodes = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts
                 if rollout.turns and rollout.reward is not None]
     gamma = 1.0 if discount is None else discount
@@ -53,7 +53,7 @@ def assign_credit(
 
 
 def comparisons(episodes: list[tuple[int, Rollout, list[float]]]) -> tuple[Compared, Compared]:
-    """Return the returns of turns grouped by turn number, and by state, from (group, rollout, returns) of episodes."""
+    """Return the turns' returns, grouped by turn number and by state; an episode is (group, rollout, returns)."""
     turns: Compared = {}
     states: Compared = {}
     for episode, (group, rollout, returns) in enumerate(episodes):
@@ -78,7 +78,7 @@ def returns_of(rollout: Rollout, discount: float, weights: Mapping[str, float], 
 
 
 def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Place, float]:
-    """Return the advantage of each turn within its set of compared returns."""
+    """Return the advantage of each turn over the returns that it is compared with."""
     widest = max(map(len, compared.values()), default=0)
     rows = [[*returns.values(), *[math.nan] * (widest - len(returns))] for returns in compared.values()]
     if not rows:

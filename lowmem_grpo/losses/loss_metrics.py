@@ -30,8 +30,8 @@ class Report:
 def report_clipping(
     kind: LossType, tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool, report: Report
 ) -> None:
-    """Report the clipping of a loss type, if it clips. Means are over sequences if the ratio is one for the sequence,
-    else over tokens; extremes are over sequences."""
+    """Report the clipping of a loss type, if it clips. Means are over sequences if all tokens of a sequence share one
+    ratio, else over tokens; extremes are over sequences."""
     if kind.metrics and tokens.logprobs.numel():
         KINDS[kind.metrics](tokens, options, per_sequence, report)
 
@@ -103,7 +103,7 @@ def percentiles(values: Tensor) -> list[float]:
 
 
 def effective_sample_share(weights: Tensor) -> float:
-    """Return (sum w)^2 / (N sum w^2), from 0 to 1: the share of N samples that weights (N,) leave in effect."""
+    """Return the effective sample size of weights (N,) as a share of N, (sum w)^2 / (N sum w^2), from 0 to 1."""
     if weights.numel() == 0:
         return float("nan")
     largest = weights.max()

@@ -20,7 +20,7 @@ ADAPTIVE = {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delt
 
 @dataclass(kw_only=True)
 class LossSettings:
-    """Options of `grpo_loss`. None takes the loss type's own default, and is the only value for an unused option."""
+    """Options of `grpo_loss`. None takes the loss type's default; an option that the type does not use must be None."""
 
     loss_type: str = "dapo"
     epsilon: float | None = None
@@ -127,7 +127,7 @@ class LossSettings:
                 raise ValueError(f"delta is {options['delta']}; it must be above 1 + epsilon_high = {upper}")
 
     def check_entropy(self) -> None:
-        """Raise ValueError for entropy options that have no effect, or that would break up a sequence's ratio."""
+        """Raise ValueError for entropy options without effect, and for a token mask where tokens share one ratio."""
         if self.top_entropy_quantile < 1 and self.whole_sequences:
             raise ValueError(f"top_entropy_quantile is {self.top_entropy_quantile}, and {self.whole_sequences} has one "
                              "ratio for all tokens of a completion, which a mask over tokens would break up; use "

@@ -65,7 +65,7 @@ def k3_of(log_ratio: Tensor) -> Tensor:
 
 
 def held(log_ratio: Tensor, bounded: Tensor | bool) -> Tensor:
-    """Return the log ratios, with a constant without gradient where they overflow and are `bounded` by a later step."""
+    """Return the log ratios; those that overflow and are bounded by a later step (`bounded`) become a constant."""
     limit = log_limit(log_ratio)
     return torch.where((log_ratio > limit) & bounded, limit, log_ratio)
 
@@ -141,7 +141,7 @@ LOWEST, HIGHEST = math.log(1e-8), 20.0  # VESPO's own bounds on log w
 
 def vespo_phi(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
     """Return phi(w) = w^k exp(lambda (1 - w)) (N,), with w of each token's whole sequence, without gradient. It is
-    computed in float64, since phi magnifies what a sum over thousands of tokens loses in float32."""
+    computed in float64, since phi magnifies the rounding errors of float32 in sums over thousands of tokens."""
     count = len(tokens.lengths)
     log_w = sequence_sums(tokens.log_ratio.detach().double().clamp(-HIGHEST, HIGHEST), tokens.sequence_ids, count)
     if tokens.correction is not None:
@@ -161,7 +161,7 @@ def vespo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def gmpo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """Return -exp(mean_t of the clipped log_ratio) A: a geometric mean of ratios, clipped on the side that gains."""
+    """Return -exp(mean_t clipped log_ratio_t) A: a geometric mean of ratios, clipped above if A >= 0, else below."""
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     low, high = tokens.log_ratio.clamp(min=-options["epsilon"]), tokens.log_ratio.clamp(max=upper)
     bounded = torch.where(tokens.advantages >= 0, high, low)

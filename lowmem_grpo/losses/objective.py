@@ -85,7 +85,7 @@ class Objective:
         return False
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        """Return the rollout fields to fill before the first of these steps: old_logprobs, ref_logprobs, entropy."""
+        """Return the fields (old_logprobs, ref_logprobs, entropy) that rollouts need before `optimizer_steps` steps."""
         return ()
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
@@ -95,7 +95,7 @@ class Objective:
         """Receive an update's rollouts once their needed fields are filled, and the groups that hold them."""
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Return the rollouts whose tokens the step's means are over."""
+        """Return the rollouts whose tokens count in the step's means."""
         return rollouts
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:

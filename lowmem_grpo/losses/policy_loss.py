@@ -1,5 +1,5 @@
-"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate: the
-part that the loss types of `loss_types.py` share, and its order.
+"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate. All
+loss types of `loss_types.py` share these factors, in this order:
 
     l_t = token_loss_t * keep_t (off-policy mask) * mask_t (top entropy) * sg(c_t) (correction)
     loss = sum_t weight_t (l_t + beta KL_t w_t) - entropy_coef * (mean entropy of the tokens that take part)
@@ -37,14 +37,14 @@ def grpo_loss(
     """Return what these tokens add to the step's loss: the sum over all micro-batches is the loss.
 
     All tensors are (N,): `logprobs` with gradient, `advantages`, `sequence_ids` int64, `old_logprobs` at the start of
-    the update (None: on-policy, the ratio is exactly 1), `ref_logprobs` of the reference (for beta),
-    `rollout_logprobs` of the sampler (for corrections), `entropy` of each token's distribution (with gradient for a
-    bonus), `policy_mask` bool: tokens whose policy term counts (None: by `top_entropy_quantile` over this call).
+    the update (None: on-policy, the ratio is exactly 1), `ref_logprobs` of the reference (for beta), `rollout_logprobs`
+    of the sampler (for corrections), `entropy` of each token's distribution (with gradient for a bonus), `policy_mask`
+    bool: tokens whose policy term counts (None: by `top_entropy_quantile` over this call).
 
-    Every sequence lies whole in one call. The `num_*_in_step` are the denominators of the step's means (None: this
-    call's own counts): sequences and tokens of all completions that count in the loss, and the policy tokens that
-    `policy_mask` keeps. `correct_mismatch` and `entropy_coef` override the settings, for a trainer that decides step
-    by step. `num_sequences` bounds the sequence ids; without it the call synchronises with the card.
+    Each call must have whole sequences. The `num_*_in_step` are the denominators of the step's means (None: this call's
+    own counts): sequences and tokens of all completions that count in the loss, and the policy tokens that
+    `policy_mask` keeps. `correct_mismatch` and `entropy_coef` override the settings, for a trainer that decides step by
+    step. `num_sequences` bounds the sequence ids; without it the call synchronises with the card.
 
     `options` are the fields of `LossSettings`, in place of `settings`. Raises ValueError for an unknown loss type, an
     option that the loss type does not use, contradictory options, and for missing log-probabilities, by name.
@@ -97,7 +97,7 @@ def check_tokens(tensors: Mapping[str, Any], constants: Container[str]) -> None:
         if kind and (values.is_floating_point() or (kind == "bool" and values.dtype != torch.bool)):
             raise ValueError(f"{name} is {values.dtype}; it must be {kind}, as {name}.to(torch.{kind}) makes it")
         if name in constants and values.requires_grad:
-            raise ValueError(f"{name} needs a gradient, which the loss would lose or send astray: {name}.detach()")
+            raise ValueError(f"{name} needs a gradient, which the loss would drop or misdirect: {name}.detach()")
 
 
 def settings_of(settings: LossSettings | None, options: dict[str, Any]) -> LossSettings:
@@ -157,8 +157,8 @@ def factors(
 
 
 def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, term_factors: list[Tensor]) -> Tensor:
-    """Return the policy term times its factors, (N,). Beside factors, a token whose advantage or any factor is 0 gets 0
-    and no gradient, even if its other values are infinite."""
+    """Return the policy term times its factors, (N,). If there are factors, a token whose advantage or any factor is 0
+    gets 0 and no gradient, even if its other values are infinite."""
     if not term_factors:
         return token_loss(tokens)
     kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in term_factors)]).all(0)

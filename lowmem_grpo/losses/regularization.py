@@ -41,7 +41,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 
 def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor, of_token: bool = True) -> Tensor:
-    """Return the estimate times w = exp(log_weight), (N,), finite if the product is. `of_token`: d log w = d logp."""
+    """Return the estimate times w = exp(log_weight), (N,), finite if the product is; `of_token` if d log w = d logp."""
     difference = ref_logprobs - logprobs
     far = (difference > 1) & (name == "k3")
     estimate = KL_ESTIMATORS[name](logprobs, torch.where(far, logprobs.detach(), ref_logprobs))
@@ -60,7 +60,7 @@ def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Te
 def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
     """Set `token_advantages` (REINFORCE++): R - beta * the KL from this token on, k1 per token, normalised over all
     tokens. Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's if there are none.
-    A NaN or infinite KL gives NaN to its rollout's tokens up to it, and affects no other advantage."""
+    A NaN or infinite KL at a token gives NaN to this and the earlier tokens of its rollout, and to no others."""
     scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.num_trained]
     returns = [reward_to_go(rollout, beta) for rollout in scored]
     if not returns:

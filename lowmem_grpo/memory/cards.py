@@ -60,8 +60,8 @@ class Device:
 
 
 def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
-    """Return a card by name ("t4", or the driver's name), with a budget of 95%, or by size ("16GiB"), with one of 100%.
-    `gpu_memory_utilization` replaces that share. The ValueError for an unknown card lists cards with similar names."""
+    """Return a card by name ("t4", or the driver's name), with 95% of its memory as budget, or by size ("16GiB"), with
+    100%. `gpu_memory_utilization` replaces this share. The ValueError for an unknown card lists similar names."""
     share = gpu_memory_utilization
     if not isinstance(name, str):
         raise ValueError(f"the card is {name!r}; give its name, such as 'h100', or its memory with a unit: '16GiB'")
@@ -90,13 +90,13 @@ def prefill_tokens(total: int, sequences: int = 1) -> int:
 
 
 def prefill_piece(prompts: int, longest: int) -> int:
-    """Return how many tokens of each prompt the transformers engine prefills per pass, so that its mask stays small."""
+    """Return the tokens of each prompt that the transformers engine prefills per pass, so that masks stay small."""
     return max(LEAST_PIECE, min(LARGE_PREFILL, MASK_PLACES // longest) // prompts)
 
 
 def graph_rows(rows: int) -> int:
-    """Round `rows` up to the rows of a CUDA graph of our engine: 1, 2, 4, 8, then multiples of 8, and above 64 of an
-    eighth of the next power of 2."""
+    """Round `rows` up to the rows of a CUDA graph of our engine: 1, 2, 4, 8, then multiples of 8, and above 64
+    multiples of an eighth of the next power of 2."""
     power = 1 << (rows - 1).bit_length()
     step = power if rows <= 8 else max(8, power // 8)
     return -(-rows // step) * step

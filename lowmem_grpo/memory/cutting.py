@@ -4,11 +4,11 @@ Only lengths decide, so that plans can count micro-batches without a model and w
 Attention computes the sequences of a micro-batch in one of two ways:
 
     side by side   all sequences in one call, (S, W): each with a copy of its prompt, padded to the longest
-    prompts once   one call per prompt and one per completion, whose keys are the prompt's and its own: P^2 instead of
-                   G P^2 pairs of a query and a key, and no padding, but more launches
+    prompts once   one call per prompt and one per completion, which attends to its prompt's keys and its own: P^2
+                   instead of G P^2 pairs of a query and a key, and no padding, but more launches
 
-`Prompts` holds, for each prompt of a micro-batch, its packed tokens, P - 1, and those of each of its completions.
-With a sliding window, queries are taken in blocks, each against the preceding keys within the window.
+`Prompts` holds, for each prompt of a micro-batch, its packed tokens, P - 1, and those of each of its completions. With
+a sliding window, queries are taken in blocks, each against the preceding keys within the window.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ SPREAD = 2.0  # used without a plan: many short completions of a long prompt nee
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a micro-batch; None is no limit. A completion that exceeds a limit by itself is put alone."""
+    """The limits of a micro-batch; None is no limit. A completion that exceeds a limit gets its own micro-batch."""
 
     tokens: int | None = None  # packed tokens
     sequences: int | None = None  # completions; an episode of several packed sequences counts as one
@@ -42,7 +42,7 @@ class Lengths(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """The number of its tokens without the last, which is only a target."""
+        """The number of the sequence's tokens without the last one, which is only a target."""
         return self.prompt + self.tokens - 1
 
 
@@ -81,8 +81,8 @@ def cut_spans(groups: Iterable[Sequence[Span]], limits: Limits) -> list[list[Spa
 
 
 def ordered(groups: Iterable[Sequence[Span]]) -> Iterator[Span]:
-    """Yield groups by their longest completion with its prompt, and completions by length, longest first; the sort is
-    stable."""
+    """Yield completions group by group: groups by their longest completion (with its prompt), completions by length,
+    both longest first. The sort is stable."""
     filled = [[span for span in spans if span.sequences] for spans in groups]
     by_length = [sorted(spans, key=lambda span: span.length, reverse=True) for spans in filled if spans]
     for spans in sorted(by_length, key=lambda spans: spans[0].length, reverse=True):
@@ -103,13 +103,13 @@ def places(batch: list[Span]) -> int:
 
 
 def area(batch: list[Span]) -> int:
-    """Return the tokens that attention pads or copies for a micro-batch."""
+    """Return the number of tokens that attention pads or copies for a micro-batch."""
     return token_rows(families(batch))
 
 
 def families(batch: list[Span]) -> list[list[int]]:
-    """Return, for each prompt, its packed tokens and those of each sequence that shares it. Only neighbours of one
-    group share a prompt."""
+    """Return, for each prompt, its number of packed tokens and that of each sequence that shares it. Only neighbours of
+    one group share a prompt."""
     by_prompt: list[list[int]] = []
     for _, spans in groupby(batch, key=lambda span: span.group):
         lengths: dict[Hashable, list[int]] = {}
@@ -130,7 +130,7 @@ def prompts_once(prompts: Prompts) -> bool:
 
 
 def token_rows(prompts: Prompts) -> int:
-    """Return the token rows that attention holds beside the packed ones; copies of only keys and values count as a
+    """Return how many token rows attention holds beside the packed ones; copies of only keys and values count as a
     fraction of a row."""
     if count_sequences(prompts) == 1:
         return 0
@@ -155,7 +155,7 @@ def window_block(width: int) -> int:
 
 
 def window_reach(window: int, width: int) -> int:
-    """Return how many keys before a block it reads: its window, aligned up. The mask hides the surplus."""
+    """Return how many keys before a block the block reads: the window, rounded up. The mask hides the surplus."""
     return -(-min(window - 1, width) // ALIGNED) * ALIGNED
 
 

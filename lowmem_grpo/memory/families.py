@@ -1,5 +1,5 @@
-"""The tested model families: the form of their layers, and which of them our modules replace. `FAMILIES` has one row
-for each, under the text config's `model_type` in transformers. A model of another family trains on transformers' own
+"""The tested model families: the form of their layers, and which layers our modules replace. `FAMILIES` has one row for
+each, under the text config's `model_type` in transformers. A model of another family trains on transformers' own
 layers, if they can be packed. docs/families.md is generated from this table; tests/models/test_families.py tests it."""
 
 from collections.abc import Mapping

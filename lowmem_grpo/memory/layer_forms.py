@@ -1,4 +1,4 @@
-"""The weights of a decoder layer: their bytes in each form, and what decode kernels compute for each. And models whose
+"""The weights of a decoder layer: their bytes in each form, and what decode kernels compute for each. Also models whose
 layers differ: in head size, window and inner size, with keys shared by several layers, delta nets or experts."""
 
 from collections.abc import Mapping
@@ -160,7 +160,7 @@ def own_fields(fields: Mapping[str, Any], number: int, full: bool) -> Mapping[st
 
 
 def turned_share(fields: Mapping[str, Any], row: Family) -> float:
-    """Return the share of a head that RoPE rotates; 1.0 if layers differ: their RoPE table spans the head."""
+    """Return the share of a head that RoPE rotates; 1.0 if layers differ, as their RoPE table spans the head."""
     if row.unlike_layers:
         return 1.0
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}

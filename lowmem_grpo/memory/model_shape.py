@@ -29,7 +29,7 @@ NAMESAKES = {"phi-4": "phi-4-14b", "meta-llama-3.1-8b": "llama-3.1-8b", "meta-ll
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a model: D hidden size, I inner size of the MLP, L layers, H query heads and H_kv key heads of size
-    K, V vocabulary. If layers differ, `forms` has them all, and I, H_kv and K are those of the largest layer."""
+    K, V vocabulary. If layers differ, `forms` lists all layers, and I, H_kv and K are those of the largest layer."""
 
     hidden: int
     inner: int
@@ -102,7 +102,7 @@ class ModelShape:
 
     @property
     def for_all_layers(self) -> int:
-        """The values per token that all layers share: cosines and sines, per-layer inputs, shared keys and values."""
+        """The number of values per token that layers share: cosines and sines, per-layer inputs, keys and values."""
         if not self.forms:
             return 2 * self.turned_size
         lent = {(form.window, form.head_size * form.kv_heads) for form in self.forms if form.own_keys}
@@ -163,11 +163,11 @@ class ModelShape:
 
     @property
     def sampler_weights(self) -> int:
-        """The linear weights that the sampler may hold in 16 bits during sampling: all except experts."""
+        """The number of linear weights that the sampler may hold in 16 bits during sampling: all except experts."""
         return sum(count * linear.weights for count, linear in self.all_linears() if linear.experts == 1)
 
     def has_form(self, form: str) -> bool:
-        """Return whether the model's weights can be held in this form: experts cannot in FP8."""
+        """Return whether the model's weights can be stored in this form: experts cannot be in FP8."""
         return self.experts is None or form not in (layer_forms.FP8, layer_forms.FP8_BLOCK)
 
     def weight_bytes(self, form: str) -> int:
@@ -222,7 +222,7 @@ class ModelShape:
         return per_layer + (0 if self.tied else self.table_bytes)
 
     def lora_weights(self, rank: int, least: int = 0) -> int:
-        """Return the number of LoRA weights of this rank, on all linears that get it, in tensors of `least` or more."""
+        """Return how many LoRA weights of this rank all linears have, in tensors of at least `least` weights."""
         return sum(count * rank * side for count, linear in self.all_linears() if linear.lora
                    for side in (linear.rows, linear.columns) if rank * side >= least)
 

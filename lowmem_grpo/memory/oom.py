@@ -120,7 +120,7 @@ def freed_memory_returned() -> Iterator[None]:
 
 
 def smaller(limit: int, divisible: Iterable[int]) -> int | None:
-    """Return `limit`, halved until it is below the largest of the `divisible` sizes; None without sizes above 0."""
+    """Return `limit`, halved at least once, to below the largest of the `divisible` sizes; None if none is above 0."""
     largest = max(divisible, default=0)
     limit //= 2
     while limit >= largest > 0:
@@ -186,7 +186,7 @@ class BatchLimit:
         if self.spare is not None:
             self.spare()
             self.spare = None
-            return self.note(what, shortage, "what the sampler kept is given back, and the work is repeated")
+            return self.note(what, shortage, "the memory that the sampler kept is freed, and the work is repeated")
         if limit is None:
             self.raise_exhausted(what, shortage)
         self.lowered = limit
@@ -195,7 +195,7 @@ class BatchLimit:
     def note(self, what: str, shortage: OutOfMemory, answer: str) -> None:
         """Count a shortage and log a warning; `answer` says what is done about it."""
         self.failures += 1
-        bytes_asked = "" if shortage.asked is None else f" ({size_text(shortage.asked)} more could not be had)"
+        bytes_asked = "" if shortage.asked is None else f" ({size_text(shortage.asked)} more could not be allocated)"
         wrong = shortage.others or self.advice.wrong_row(self.phase, what, shortage.peak)
         logger.warning("out of memory in %s%s: %s%s", what, bytes_asked, answer, wrong and f". {wrong}")
 
@@ -217,7 +217,7 @@ class BatchLimit:
 
 @dataclass
 class RolloutLimit(BatchLimit):
-    """The bound of sampling, which also has the bytes of a KV cache for which memory had room."""
+    """The bound of sampling, with the size of a KV cache for which memory had room."""
 
     kv_bytes: int | None = None  # None while every requested cache could be allocated
 
@@ -242,7 +242,7 @@ class RunMemory:
         self.rollout = RolloutLimit("rollout", "sequences sampled at once", advice=self.advice)
 
     def watch(self, engine: Any) -> None:
-        """Give the sampling bound to an engine that uses one, and keep the cache size that its start had room for."""
+        """Give the sampling bound to an engine that uses one; keep the cache size for which its start had room."""
         if hasattr(engine, "bound"):
             self.rollout.kv_bytes = engine.bound.cache_under(self.rollout.kv_bytes)
             engine.bound = self.rollout

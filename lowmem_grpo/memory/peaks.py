@@ -1,5 +1,5 @@
 """Measure peak memory: of the process or card so far, of each phase of a step, and of the tensors of an optimizer step,
-to compare with a plan. The last is torch's own count on a GPU, and on the CPU the sum of all live storages.
+to compare with a plan. The tensors' peak is torch's own count on a GPU, and on the CPU the sum of all live storages.
 
 `TorchDispatchMode` is torch's documented way to intercept operations, but its module has a private name. Only this file
 uses it. Checked with torch 2.13; tests/memory/test_peaks.py fails if it moves."""
@@ -76,7 +76,7 @@ class PhasePeaks:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that tracks the bytes of live storages in `now` and their maximum in `peak`, those of `held` included."""
+    """A mode that tracks the bytes of live storages, `held` included: in `now`, and their maximum in `peak`."""
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()

@@ -72,11 +72,11 @@ class RunSettings:
             raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r} and engine is {self.engine!r}, whose cache "
                              "has the model's dtype; use engine='vllm', or leave it out")
         if self.sampling_weights == "16bit" and self.form == BITS_16:
-            raise ValueError("sampling_weights is '16bit', which is of 4-bit and FP8 weights; leave it out, or set "
+            raise ValueError("sampling_weights is '16bit', which needs 4-bit or FP8 weights; leave it out, or set "
                              "load_in_4bit=True")
 
     def opened(self) -> "RunSettings":
-        """Return the settings with checkpointing "auto" spelled out; an MLP tile that is set leaves no layer whole."""
+        """Return the settings with checkpointing "auto" resolved; with an MLP tile set, no layer keeps everything."""
         return self if self.checkpointing != "auto" else replace(
             self, checkpointing="offload", kept_layers=None if self.mlp_tile is None else 0)
 
@@ -122,8 +122,8 @@ class Workload:
         cls, context: int, prompts: int | None, generations: int, prompt_length: int | None = None,
         completion_length: int | None = None, longest: int | None = None,
     ) -> "Workload":
-        """Return the work that fits a context; lengths left out are shares of it, as in GSM8K. ValueError if prompt and
-        completion do not fit."""
+        """Return the work that fits a context; lengths left out are shares of the context, as in GSM8K. ValueError if
+        prompt and completion do not fit."""
         share = int(context * PROMPT_SHARE)
         prompt = max(1, min(share, context - (longest or 1))) if prompt_length is None else prompt_length
         limit = max(1, min(context - share, context - prompt)) if longest is None else longest
@@ -227,8 +227,8 @@ class MemoryPlan:
         return len(cut(groups, self.limits))
 
     def short_of(self, share: float = 1.0) -> list[str]:
-        """Return which of "train", "rollout" and "host" lack memory; "train" with a share of the budget, and "rollout"
-        also if the KV cache has no room for a whole group."""
+        """Return which of "train", "rollout" and "host" lack memory. For "train", `share` of the budget counts;
+        "rollout" also lacks memory if the KV cache has no room for a whole group."""
         crowded = self.concurrent_sequences < self.settings.num_generations or self.rollout > self.device.budget
         short = {"train": self.train > share * self.device.budget, "rollout": crowded,
                  "host": self.settings.host_bytes is not None and self.host > self.settings.host_bytes}

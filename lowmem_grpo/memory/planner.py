@@ -39,9 +39,9 @@ FIXED = ("weights", "embedding", "head", "adapters", "gradients", "optimizer")
 
 
 def plan(model_config: Any, run_config: RunSettings, device: Device, model: str = "") -> MemoryPlan:
-    """Return the plan of a run on a device, with every open setting chosen so that the run fits, if possible. If it
-    does not (`fits`), `advice` says what would. `model_config` holds a config.json's fields, or is a transformers
-    config. ValueError if the context is longer than the model's."""
+    """Return the plan of a run on a device, with every open setting chosen so that the run fits, if possible. If
+    nothing fits (`fits` is False), `advice` says what would. `model_config` holds a config.json's fields, or is a
+    transformers config. ValueError if the context is longer than the model's."""
     shape = checked_shape(model_config, run_config, device)
     if shape.context is not None and run_config.context > shape.context:
         raise ValueError(f"context is {run_config.context}; this model's is {shape.context} at most")
@@ -56,7 +56,7 @@ def max_context(model_config: Any, run_config: RunSettings, device: Device) -> i
 
 
 def checked_shape(model_config: Any, run_config: RunSettings, device: Device) -> ModelShape:
-    """Return the model's shape; ValueError for a run or a device that is none."""
+    """Return the model's shape; ValueError if the run is no RunSettings, or the device no Device."""
     for name, value, kind, made in (("run_config", run_config, RunSettings, "RunSettings(context=2048)"),
                                     ("device", device, Device, "device('h100')")):
         if not isinstance(value, kind):
@@ -81,8 +81,8 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
 
 
 def worth(draft: MemoryPlan) -> tuple[Any, ...]:
-    """Return the key by which the better of two plans is chosen; `max` takes the first, with larger micro-batches, if
-    they are equal."""
+    """Return the key by which `max` chooses the better plan. Of equal plans `max` takes the first, which has larger
+    micro-batches."""
     settings = draft.settings
     return (draft.fits, draft.concurrent_sequences, settings.chunk_rows, settings.mlp_tile, not settings.host_embedding)
 
@@ -130,8 +130,8 @@ def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> Me
 
 
 def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
-    """Return the plan in which our own engine keeps its KV cache, and with it CUDA graphs and weights in 16 bits, while
-    training, if there is room."""
+    """Return the plan in which our own engine keeps its KV cache while training, and with it CUDA graphs and weights in
+    16 bits, if there is room."""
     if draft.settings.engine == "vllm" or not recorded(shape):
         return draft
     kept = changed(shape, draft, "sleeps", False, LASTING)
@@ -145,8 +145,8 @@ def changed(shape: ModelShape, draft: MemoryPlan, name: str, value: Any, why: st
 
 
 def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
-    """Return the plan in which the last layers keep all that they compute, as many as there is room for: recomputing
-    takes a quarter of a card's time for training. None are kept if there is room for less than KEPT_SHARE of them.
+    """Return the plan in which the last layers, as many as there is room for, keep all that they compute: recomputing
+    takes a quarter of a card's time for training. No layer is kept if fewer than KEPT_SHARE of all have room.
     Micro-batches shrink where that pays on a known card."""
     settings, known = draft.settings, cards.card_of(draft.device.name) is not None
     fixed = replace(draft, settings=replace(settings, kept_layers=asked.kept_layers or 0))
@@ -166,7 +166,7 @@ def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryP
 
 def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, known: bool) -> Iterator[MemoryPlan]:
     """Yield plans with as many layers kept as there is room for: with narrower and, on a known card, with smaller
-    micro-batches, until one keeps all."""
+    micro-batches, until a plan keeps all layers."""
     settings, wide = draft.settings, draft.settings.spread or 0.0
     most = settings.max_tokens or settings.context  # the user's may be below the context
     smaller = [most >> halved for halved in (1, 2, 3)] if known and asked.max_tokens is None else []
@@ -179,7 +179,7 @@ def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, k
 
 
 def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> MemoryPlan:
-    """Return the plan that keeps all activations of as many layers as have room; of none if it does not fit."""
+    """Return the plan in which as many layers as have room keep all activations, or none if no plan fits."""
     def keep(count: int) -> MemoryPlan:
         return build(shape, replace(settings, kept_layers=count), device)
 
@@ -192,13 +192,13 @@ def highest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def together(asked: RunSettings, device: Device) -> int:
-    """Return the number of longest sequences in the largest micro-batch that still gains speed."""
+    """Return how many of the longest sequences a micro-batch can hold before more of them gain no speed."""
     most = MAX_PACKED_LARGE if device.budget >= LARGE else MAX_PACKED
     return max(1, min(most // asked.context, asked.completions_per_step or FAR))
 
 
 def enough(asked: RunSettings, device: Device) -> int:
-    """Return the number of longest sequences up to which a larger micro-batch is worth slower settings elsewhere."""
+    """Return how many of the longest sequences a micro-batch should hold even at the price of slower settings."""
     return min(together(asked, device), asked.num_generations, max(1, MAX_PACKED // asked.context))
 
 
@@ -208,7 +208,7 @@ def paid_spread(asked: RunSettings) -> float:
 
 
 def sizes(asked: RunSettings, device: Device) -> list[Step]:
-    """Return steps to smaller micro-batches, down to the size that is worth slower settings elsewhere."""
+    """Return steps to smaller micro-batches, down to `enough` sequences, for which other settings rather get slower."""
     most, least, paid = together(asked, device), enough(asked, device), paid_spread(asked)
     usual = min(most, max(least, MAX_PACKED // asked.context))
     return [*fewer(most, usual, asked), *spreads(paid, 2.0), *fewer(usual, least, asked), *spreads(min(paid, 2.0), 1.0)]
@@ -230,8 +230,8 @@ def steps_down(asked: RunSettings, device: Device) -> list[Step]:
 
 
 def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
-    """Return steps from `most` of the longest sequences in a micro-batch down to `least`, each by at most an eighth or
-    by one."""
+    """Return steps from `most` of the longest sequences in a micro-batch down to `least`; each step takes off at most
+    an eighth, or one sequence."""
     steps, count = list[Step](), most
     while count > least:
         count = max(least, count - max(1, count // 8))
@@ -270,7 +270,7 @@ def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str
     fixed = size_text(sum(row.train for row in draft.rows if row.name in FIXED))
     halved = may_be_halved(draft) and choose(shape, replace(asked, kv_cache_dtype="fp8"), device).fits
     return [
-        *(["with kv_cache_dtype=fp8 it fits: keys and values in 8 bits, which a card must be able to hold"] * halved),
+        *(["with kv_cache_dtype=fp8 it fits: keys and values in 8 bits, which not every card supports"] * halved),
         f"the longest context of this model that fits {room} is {context:,} tokens" if context else
         f"no context of it fits: weights and adapters alone take {fixed} of {room}",
         f"the largest known model that fits {room} at {asked.context:,} tokens is {models[-1]}" if models else

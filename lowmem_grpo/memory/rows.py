@@ -20,8 +20,8 @@ NOTES = training_step.NOTES | {REWARD_MODEL: "weights, and what is inside a laye
 
 
 def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tuple[Choice, ...] = ()) -> MemoryPlan:
-    """Return the plan of complete settings. The KV cache takes the rest of the memory, up to the need of sequences of
-    the longest length: one group in vLLM, where further requests wait, and all that our own engine decodes together."""
+    """Return the plan of complete settings. The KV cache takes the rest of the memory, up to what sequences of the
+    longest length need: one group in vLLM, where further requests wait, or all that our own engine decodes together."""
     fixed = fixed_rows(shape, settings)
     moments = most_of(step_shapes(shape, settings))
     if settings.reward_bytes:
@@ -61,7 +61,7 @@ def recorded(shape: ModelShape) -> bool:
 
 
 def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
-    """Return the KV cache bytes of a longest sequence, and those that each further one of its group adds."""
+    """Return the KV cache bytes of a longest sequence, and the bytes that each further sequence of its group adds."""
     if settings.engine != "vllm":
         return (shape.kv_bytes(-(-settings.context // cards.GRAPH_PLACES) * cards.GRAPH_PLACES),) * 2
     itemsize = cards.cache_itemsize(settings.kv_cache_dtype)

@@ -74,12 +74,12 @@ class StepTime:
 
     @cached_property
     def linears(self) -> list[Linear]:
-        """The linear weights of one layer; of a model with several kinds of layers, ask each of `kinds`."""
+        """The linear weights of one layer; for a model whose layers differ, use this property of each of `kinds`."""
         return list(self.shape.linears())
 
     @cached_property
     def kinds(self) -> list[tuple[int, "StepTime"]]:
-        """(number of layers, the same step of a model with such layers only) for each set of identical layers."""
+        """For each set of identical layers: (their number, the same step of a model with such layers only)."""
         return [(count, replace(self, shape=shape)) for count, shape in self.shape.each()]
 
     @property
@@ -90,7 +90,7 @@ class StepTime:
     @cached_property
     def few(self) -> int:
         """The most rows for which decode steps read quantized codes: all that the kernel takes or, with weights in 16
-        bits beside them, those for which it is no slower."""
+        bits beside the codes, those for which the kernel is no slower."""
         most = 0 if self.settings.form == BITS_16 else max(self.instructions)
         if self.quantized:
             return most
@@ -103,7 +103,7 @@ class StepTime:
 
     @property
     def instructions(self) -> dict[int, float]:
-        """The decode kernel's instructions per weight, by the most rows."""
+        """The decode kernel's instructions per weight, as {most rows: instructions}."""
         tables = DECODE_INSTRUCTIONS[self.settings.form]
         return next(table for least, table in tables.items() if self.speed.capability >= least)
 
@@ -221,8 +221,8 @@ class StepTime:
         return 0.0 if self.shape.delta else 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
 
     def passes(self) -> dict[str, tuple[float, float]]:
-        """Return the (card, host) seconds, which overlap, of one forward and one backward pass over all completions.
-        Recomputation (with tiles, all but `down`) is part of the backward pass."""
+        """Return {pass: (card, host) seconds} of the forward and the backward pass over all completions; card and host
+        overlap. Recomputation (with tiles, all but `down`) is part of the backward pass."""
         shape = self.shape
         layers = [(count, kind.layer_passes()) for count, kind in self.kinds]
         trained = self.work.sequences * self.work.completion_length
@@ -233,8 +233,8 @@ class StepTime:
                 "backward": (sum(count * backward for count, (_, backward) in layers), host * launches)}
 
     def layer_passes(self) -> tuple[float, float]:
-        """Return the card's seconds of one layer in a forward and in a backward pass, on average over all layers, of
-        which the backward pass computes a share `again` a second time."""
+        """Return the card's seconds of one layer in a forward and in a backward pass, on average over all layers. The
+        backward pass computes a share of the layers again."""
         linears, elementwise, again = self.linears, self.elementwise(), self.recomputed
         attention = self.attention(self.work.sequences * self.work.squared_length)
         backward = self.layer(linears, 2) + (BACKWARD_ELEMENTWISE + again) * elementwise
@@ -285,9 +285,9 @@ class StepTime:
 def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4, engine: str = "vllm",
                      sleeps: tuple[bool, bool] = (True, True)) -> bool:
     """Return whether a card decodes M sequences of at most `tokens` tokens faster, by at least the share `WORTH`, with
-    dequantized weights beside the codes (which steps of few rows still read) than with codes alone. This is an estimate
-    from the data sheet. Without one it is True for vLLM, and False for our own engine, which may have to record its
-    CUDA graphs in each step; `sleeps` says whether it does, with codes and with 16 bits."""
+    dequantized weights beside the codes (which steps of few rows still read) than with codes alone. The data sheet
+    gives an estimate. Without one the result is True for vLLM, and False for our own engine, which may have to record
+    its CUDA graphs in each step; `sleeps` says whether it does, with codes and with 16 bits."""
     name = cards.card_of(card)
     settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=sleeps[0])
     if name is None:

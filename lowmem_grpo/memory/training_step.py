@@ -53,17 +53,17 @@ class StepShape:
 
     @property
     def hidden(self) -> int:
-        """The bytes of (T, D)."""
+        """The bytes of hidden states (T, D)."""
         return WORD * self.tokens * self.model.hidden
 
     @property
     def queries(self) -> int:
-        """The bytes of (T, H K)."""
+        """The bytes of queries (T, H K)."""
         return WORD * self.tokens * self.model.queries
 
     @property
     def keys(self) -> int:
-        """The bytes of (T, H_kv K)."""
+        """The bytes of keys (T, H_kv K)."""
         return WORD * self.tokens * self.model.keys
 
     @property
@@ -122,8 +122,8 @@ class StepShape:
         return kept
 
     def attention_waits(self) -> int:
-        """Return the part of `attention_saved` that is alive while the layers after attention run backward: without q,
-        k and v if attention runs by groups and is ours, which computes them again."""
+        """Return the part of `attention_saved` that is alive while the layers after attention run backward. Our
+        attention by groups of heads computes q, k and v again, so these do not count."""
         if not (self.by_groups and self.model.family.attention.lean):
             return self.attention_saved()
         others = 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer if self.model.per_layer else 0
@@ -159,8 +159,9 @@ class StepShape:
 
     def at_experts(self, experts: ExpertForm) -> int:
         """Return the bytes in the backward pass of `routed_experts`. Expert by expert: the summed gradients in float32,
-        the order of rows, one dequantized expert, and for a piece of its rows gate and up, their gradients in two
-        dtypes, and the input's. Grouped, on a GPU: the same for all rows, and one gradient for each."""
+        the order of rows and one dequantized expert; for a piece of its rows also gate and up, their gradients in two
+        dtypes, and the input's gradient. Grouped, on a GPU: the same for all rows at once, and one input gradient for
+        each."""
         rows, hidden, inner = min(PIECE, self.tokens), self.model.hidden, experts.inner
         sums = self.tokens * (4 * hidden + 3 * 8 * experts.taken)
         one_by_one = sums + 3 * WORD * hidden * inner + rows * (5 * WORD * inner + 3 * WORD * hidden)

@@ -63,8 +63,8 @@ def larger_card(device: str, cuda: Any = None) -> str | None:
 
 
 def no_card(driver: str | None, built_for: str | None, version: str, why: str | None = None) -> tuple[str, str]:
-    """Return the reason why this torch `version`, built for this CUDA, finds no card (`why`: the text of its error),
-    and what to do."""
+    """Return why torch finds no card, and what to do. `version` is torch's, `built_for` its CUDA version (None: built
+    for CPUs), and `why` the text of its error."""
     needed = OLDEST_DRIVER.get(int((built_for or "13").partition(".")[0]), 0)
     if driver is None:
         return "there is no NVIDIA driver, so no card is found", (
@@ -117,8 +117,8 @@ def missing_compiler() -> str | None:
 
 
 def compute_dtype(dtype: "torch.dtype | str | None") -> "torch.dtype":
-    """Return the dtype to load in: `dtype` if given, otherwise bfloat16 or float16 by the card, float32 on the CPU.
-    ValueError for any other dtype."""
+    """Return the dtype to load in: `dtype` if set; otherwise float32 on the CPU, and on a card bfloat16, or float16 if
+    the card lacks bfloat16. ValueError for any other dtype."""
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype, dtype)
     if isinstance(dtype, torch.dtype):

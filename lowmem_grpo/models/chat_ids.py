@@ -51,19 +51,19 @@ class IdsTokenizer:
 
 @cache
 def class_with_ids(cls: type) -> type:
-    """Return a subclass of a tokenizer's class with the `IdsTokenizer` mixin, under the same name, which is saved."""
+    """Return a tokenizer's class with the `IdsTokenizer` mixin added, under the same name, since that name is saved."""
     return type(cls.__name__, (IdsTokenizer, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
 def empty_tokenizer(cls: type) -> Any:
-    """Return an instance without attributes, which copying or unpickling then sets."""
+    """Return a tokenizer without attributes; copying or unpickling sets them afterwards."""
     own: Any = class_with_ids(cls)
     return own.__new__(own)
 
 
 def with_ids(tokenizer: Any) -> Any:
-    """Return a shallow copy of the tokenizer with the `IdsTokenizer` mixin; the caller should drop the original, which
-    shares its attributes."""
+    """Return a shallow copy of the tokenizer with the `IdsTokenizer` mixin. The copy shares the original's attributes,
+    so the caller should drop the original."""
     tokenizer_copy = empty_tokenizer(type(tokenizer))
     vars(tokenizer_copy).update(vars(tokenizer))
     return tokenizer_copy

@@ -1,7 +1,8 @@
-"""Load a mixture of experts in NF4, through a quantizer registered with transformers, whose own leaves them in 16 bits.
+"""Load a mixture of experts in NF4; transformers' own quantizer leaves experts in 16 bits, so ours is registered.
 
-The experts of a layer are quantized one by one, and each is freed at once. Scales are quantized once for all experts
-of a stack, so the result equals bitsandbytes' result for the whole stack as one matrix, bit for bit.
+The experts of a layer are quantized one by one, and their 16-bit tensors are freed on the way. Scales are quantized
+once for all experts of a stack, so the result equals bitsandbytes' result for the whole stack as one matrix, bit for
+bit.
 """
 
 from typing import Any
@@ -73,7 +74,7 @@ def check_stored(model: PreTrainedModel, files: Any) -> None:
 
 
 class QuantizeExperts(ConversionOps):
-    """The conversion of the matrices of all experts of a layer to one stack in NF4."""
+    """The conversion of the matrices of a layer's experts to one stack in NF4."""
 
     def convert(self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
                 **kwargs: Any) -> dict[str, Any]:
@@ -84,8 +85,8 @@ class QuantizeExperts(ConversionOps):
 
 
 def quantized_stack(parts: list[list[Tensor]], experts: int) -> Params4bit:
-    """Return E matrices as one stack in NF4. Each matrix concatenates one tensor (n, in) of every part; the lists in
-    `parts` are emptied on the way, to free memory."""
+    """Return the matrices of all experts as one stack in NF4. Each part has one tensor (n, in) per expert; an expert's
+    matrix concatenates its tensors from all parts. The lists in `parts` are emptied on the way, to free memory."""
     first = torch.cat([part[0] for part in parts])
     size, (device, dtype, shape) = first.numel(), (first.device, first.dtype, first.shape)
     packed = torch.empty(experts * size // 2, dtype=torch.uint8, device=device)

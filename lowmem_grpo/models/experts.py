@@ -1,8 +1,9 @@
-"""A block of routed experts on our operation, which replaces transformers' block while a model is loaded.
+"""A block of routed experts that runs our operation and replaces transformers' block while a model is loaded.
 
-It keeps transformers' router, frozen but not detached: gates carry gradient to the hidden states. Gates are computed
-and renormalised in float32, and not rounded to 16 bits as in transformers, so that trainer and engines multiply by the
-same numbers. `RoutedBlock.chosen` decides which experts a token takes; routing is recorded and replayed there.
+It keeps transformers' router, frozen but not detached: gradients reach the hidden states through the gates. Gates are
+computed and renormalised in float32, and not rounded to 16 bits as in transformers, so that trainer and engines
+multiply by the same numbers. `RoutedBlock.chosen` selects the experts of each token; routes are recorded and replayed
+there.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,8 +26,8 @@ BROUGHT = ("the model is a mixture of experts whose linear layers are in 4 bits,
 
 
 class ExpertStack(nn.Module):
-    """The frozen matrices of one kind of all experts, stacked by rows: `weight` (E * out, in), plain or in NF4. As a
-    `weight` parameter it is found by code that looks for bitsandbytes' weights in a model."""
+    """One kind of frozen matrix of all experts, stacked by rows: `weight` (E * out, in), plain or in NF4. It is a
+    parameter of that name so that code which looks for bitsandbytes' weights in a model finds it."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class RoutedBlock(nn.Module):
         return ids, values / values.sum(-1, keepdim=True) if self.gate.norm_topk_prob else values
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the router's logits (T, E) in the dtype of the rows, by which other engines choose experts too."""
+        """Return the router's logits (T, E) in the dtype of the rows, as other engines do to choose experts."""
         return F.linear(rows, self.gate.weight)
 
     def chosen(self, probabilities: Tensor) -> Tensor:
@@ -104,8 +105,8 @@ def expert_stacks(model: nn.Module) -> Iterator[ExpertStack]:
 
 
 def use_routed_blocks(model: Any) -> None:
-    """Replace transformers' blocks by ours if the model's family is in our table. They hold the same weights, or stay
-    on the meta device if the model is there."""
+    """Replace transformers' blocks by ours if the model's family is in our table. Our blocks hold the same weights, or
+    stay on the meta device if the model is there."""
     row, count = family_of(model.config), 0
     for path, module in list(model.named_modules()):
         if row is not None and row.experts is not None and type(module).__name__ == row.experts.kind:

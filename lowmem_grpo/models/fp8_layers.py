@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 class FP8Linear(nn.Linear):
     """A linear layer whose `weight` (out, in) uint8 holds e4m3 codes; `weight_scale` has one float32 per (h, w) block.
 
-    `compute_dtype` is the dtype of matmuls; setting it changes no stored number. `module.to(dtype)` would round the
-    scales, so the next product raises an error.
+    `compute_dtype` is the dtype of matmuls; setting it changes no stored number. `module.to(dtype)` rounds the scales,
+    so the next product after it raises ValueError.
     """
 
     weight_scale: Tensor
@@ -62,8 +62,8 @@ class FP8Linear(nn.Linear):
 
     @property
     def frozen(self) -> FP8Weight:
-        """The weight in the form that the kernels take, decoding to `compute_dtype`; ValueError if codes or scales
-        were cast to another dtype."""
+        """The weight in the form that the kernels take, which decode it to `compute_dtype`; ValueError if codes or
+        scales were cast to another dtype."""
         return FP8Weight.from_codes(self.weight.detach(), self.weight_scale, self.block, self.compute_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:
 
 def stored_weight(codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> FP8Weight:
     """Return the weight from a checkpoint's codes and scales, with scales in float32. A single scale is repeated for
-    each row, so that adjacent weights can be used as one. ValueError if they do not fit, or a scale is not finite."""
+    each row, so that adjacent weights can be joined. ValueError if scales do not fit the codes or are not finite."""
     scales = scales.float()
     if not scales.isfinite().all():
         raise ValueError("its scales are not finite")
@@ -205,7 +205,7 @@ def leave_out_activations(model: PreTrainedModel, heads: dict[str, Any]) -> None
     """Log one line that scales of activations are ignored, and keep transformers from listing them as unexpected."""
     scales = [name for name in heads if name.endswith(OF_ACTIVATIONS)]
     if scales:
-        logger.info("%d scales of activations are left out, %s for one: activations stay in 16 bits", len(scales),
+        logger.info("%d scales of activations are left out, such as %s: activations stay in 16 bits", len(scales),
                     scales[0])
     # Patterns that models declare and transformers' own quantizers extend (5.19, quantizer_gemma.py); a test fails if
     # the table comes back.
@@ -215,9 +215,9 @@ def leave_out_activations(model: PreTrainedModel, heads: dict[str, Any]) -> None
 
 def stored_in_fp8(model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]], block: tuple[int, int] | None,
                   names: dict[str, str]) -> dict[str, tuple[int, int] | None]:
-    """Return {path: block} of the linear layers stored in FP8 (None: one scale per row, or one for all). ValueError for
-    weights without scales or of another shape, for scales without weights or that do not fit, and for FP8 tensors
-    that are not a decoder's linear layer."""
+    """Return {path: block} of the linear layers stored in FP8 (None: one scale per row, or one for all). ValueError if
+    a weight lacks scales, scales lack a weight, a shape does not fit, or an FP8 tensor is not the weight of a decoder's
+    linear layer."""
     check_pairs(heads)
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     own, blocks = model.state_dict(), {}

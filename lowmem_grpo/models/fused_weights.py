@@ -1,8 +1,8 @@
-"""Store weights with one input (q, k, v; gate, up; a delta net's) side by side, for one product instead of several.
+"""Store the weights of layers that share an input (q, k, v; gate, up; a delta net's) side by side, for one product.
 
 `fuse_weights` lays each group out in one buffer and makes the model's parameters views of it. Each parameter keeps its
-name, shape and values, so a saved model is the same checkpoint. It copies one group at a time, so it needs extra
-memory for one group only. `joined_weights` recognises adjacent weights and returns them as one view, without a copy.
+name, shape and values, so a saved model is the same checkpoint. Groups are copied one at a time, so the extra memory is
+that of one group. `joined_weights` recognises adjacent weights and returns them as one view, without a copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +109,7 @@ def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
 
 
 def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
-    """Return 4-bit weights that `NF4Weight.adjacent` laid out as one weight; None if they are not adjacent."""
+    """Return, as one weight, 4-bit weights that `NF4Weight.adjacent` laid out; None if they are not adjacent."""
     first, columns = weights[0], weights[0].shape[1]
     parts: dict[str, Any] = {"packed": joined([weight.packed for weight in weights]),
                              "absmax": joined([weight.absmax for weight in weights])}
@@ -127,8 +127,8 @@ def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
 
 
 def joined_offsets(weights: Sequence[NF4Weight]) -> Tensor | None:
-    """Return a view with one offset per nested block; None if the offsets are not adjacent. Each weight's storage
-    repeats its offset once per block, and its own `offset` is the first of these."""
+    """Return a view with one offset per nested block; None if the offsets are not adjacent. A weight's storage repeats
+    its offset once per block, and `offset` is a view of the first copy."""
     counts = [0 if weight.nested_absmax is None else len(weight.nested_absmax) for weight in weights]
     offsets = [weight.offset.reshape(-1)[:1] for weight in weights if weight.offset is not None]
     first = offsets[0].detach()

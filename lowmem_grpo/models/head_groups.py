@@ -4,7 +4,7 @@
     backward  for each group: its attention once more, then dq[:, g], dk[:, g], dv[:, g] from dout[:, g]
 
 The backward pass of fused attention allocates float32 accumulators, and keys expanded to the number of query heads, for
-all heads that it is given; here it is given one group at a time. Only q, k and v are saved, and each group's forward is
+all heads of its inputs; here its inputs are one group at a time. Only q, k and v are saved, and each group's forward is
 recomputed, which costs one more forward pass of attention. Heads are independent, so the gradient is the same for any
 number of groups.
 
@@ -40,7 +40,7 @@ class HeldFunction(torch.autograd.Function):
 
 
 class HeadGroupsFunction(torch.autograd.Function):
-    """`attend` of query (S, H, Q, K), key and value (S, H_kv, L, K), group by group; the node `held` has saved them."""
+    """Apply `attend` to query (S, H, Q, K), key and value (S, H_kv, L, K) by groups; node `held` saves all three."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, held: Node, attend: Attend, groups: int) -> Tensor:
@@ -69,9 +69,9 @@ class HeadGroupsFunction(torch.autograd.Function):
 
 
 def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, groups: int) -> Tensor:
-    """Return `attend(query, key, value)` (S, H, Q, K), whose backward pass takes the heads in `groups` parts, or in one
-    per key head if there are fewer. query is (S, H, Q, K), key and value (S, H_kv, L, K). `attend` must draw no random
-    numbers. A second derivative raises RuntimeError."""
+    """Return `attend(query, key, value)` (S, H, Q, K), whose backward pass takes the heads in `groups` parts, at most
+    one per key head. query is (S, H, Q, K), key and value (S, H_kv, L, K). `attend` must draw no random numbers. A
+    second derivative raises RuntimeError."""
     heads = HeldFunction.apply(query, key, value)
     held = next(part.grad_fn for part in heads if part.requires_grad)
     result: Tensor = HeadGroupsFunction.apply(*heads, held, attend, groups)
@@ -79,7 +79,7 @@ def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, gr
 
 
 def without_waiting(module: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
-    """Return `compute(*inputs)` of a module under checkpointing: only `inputs` are saved for the backward pass."""
+    """Return `compute(*inputs)`, checkpointed: only `inputs` are saved, and random states if `module` has dropout."""
     drops = module.training and any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules())
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=drops)
 

@@ -25,7 +25,7 @@ class HubError(RuntimeError):
 def check_repo(repo: str) -> None:
     """Raise ValueError unless the name has the form OWNER/NAME."""
     if not REPO.fullmatch(repo):
-        raise ValueError(f"the repository is {repo!r}; one of the hub is named OWNER/NAME")
+        raise ValueError(f"the repository is {repo!r}; a name on the hub has the form OWNER/NAME")
 
 
 def client(token: str | None = None) -> Any:
@@ -39,7 +39,7 @@ def full_name(repo: str, token: str | None = None, api: Any = None) -> str:
     try:
         return f"{(api or client(token)).whoami()['name']}/{repo}"
     except Exception as error:  # each version raises network errors of another library
-        raise HubError(f"whose repository {repo!r} should be is unknown: set hub_model_id='OWNER/NAME', and log in "
+        raise HubError(f"the owner of the repository {repo!r} is unknown: set hub_model_id='OWNER/NAME', and log in "
                        "with `hf auth login`") from error
 
 
@@ -53,14 +53,14 @@ def push(folder: Path, repo: str, private: bool = True, api: Any = None, message
         commit = api.upload_folder(folder_path=str(folder), repo_id=repo,
                                    commit_message=message or "Model trained with lowmem-grpo")
     except Exception as error:  # as above
-        raise HubError(f"the hub did not take {repo}: {first_line(error)}. What lies in {folder} is whole: `hf "
-                       f"auth login`, then `hf upload {repo} {folder}`") from error
+        raise HubError(f"the hub did not take {repo}: {first_line(error)}. The files in {folder} are complete: run "
+                       f"`hf auth login`, then `hf upload {repo} {folder}`") from error
     return str(getattr(commit, "commit_url", commit))
 
 
 def model_folder(path: str, revision: str | None = None) -> Path:
-    """Return a folder with a model's files: `path` itself if it is one, otherwise the snapshot of this hub name, from
-    the cache or downloaded. OSError if there is none."""
+    """Return a folder with a model's files: `path` if it is a folder, otherwise the snapshot of the hub's model of that
+    name, from the cache or downloaded. OSError if there is no such model."""
     if Path(path).is_dir():
         return Path(path)
     find_model(path, revision)
@@ -89,10 +89,10 @@ def find_model(
     except errors.HFValidationError as error:
         raise OSError(f"no model {name!r}: that is no name on the hub ({first_line(error)})") from error
     except errors.GatedRepoError as error:
-        raise OSError(f"no model {name!r}: the hub gives it only to those whom its owner admits. Ask on its page, then "
+        raise OSError(f"no model {name!r}: it is gated. Ask its owner for access on its page of the hub, then "
                       "hf auth login, or token=...") from error
     except errors.RepositoryNotFoundError as error:
-        raise OSError(f"no model {name!r}: the hub has no such model, or not for everyone (then: hf auth login, or "
+        raise OSError(f"no model {name!r}: the hub has no such model, or it is private (then: hf auth login, or "
                       "token=...)") from error
     except errors.RevisionNotFoundError as error:
         raise OSError(f"no model {name!r}: on the hub it has no revision {revision!r}") from error
@@ -133,7 +133,7 @@ def find_dataset(name: str, api: Any = None) -> None:
     try:
         answer(lambda: api.dataset_info(name, timeout=patience()))
     except errors.RepositoryNotFoundError as error:
-        raise ValueError(f"the hub has no dataset {name!r}, or not for everyone (then: hf auth login)") from error
+        raise ValueError(f"the hub has no dataset {name!r}, or it is private (then: hf auth login)") from error
     except errors.HFValidationError as error:
         raise ValueError(f"{name!r} is no name on the hub ({first_line(error)})") from error
     except errors.HfHubHTTPError as error:

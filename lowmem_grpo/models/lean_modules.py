@@ -137,8 +137,7 @@ def attention_function(config: Any) -> Any:
 
 
 class LeanMLP(nn.Module):
-    """A gated MLP with the children of `mlp`. With `tile_rows`, it runs in tiles and saves only its input for backward.
-    """
+    """A gated MLP with the children of `mlp`. With `tile_rows`, it runs in tiles and saves only its input."""
 
     def __init__(self, mlp: nn.Module, inner: tuple[str, ...], activation: str, tile_rows: int | None) -> None:
         super().__init__()
@@ -167,7 +166,7 @@ class LeanMLP(nn.Module):
 
 
 class LeanRMSNorm(nn.Module):
-    """The norm x / rms(x) * (offset + weight), with the weight of transformers' module. Only x is saved for backward.
+    """The norm x / rms(x) * (offset + weight), with the weight of transformers' module. It saves only x for backward.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, form: Norm) -> None:

@@ -60,8 +60,8 @@ class KernelLinear4bit(OneNode, Linear4bit):
 
 
 class JoinedWeights:
-    """A cache of the frozen weights of layers with one input, in the form that the kernels take; adjacent quantized
-    weights are joined. It is valid as long as the layers hold the same tensors."""
+    """A cache of the frozen weights of layers that share an input, in the form that the kernels take; adjacent
+    quantized weights are joined. The cache is valid as long as the layers hold the same tensors."""
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
@@ -82,7 +82,7 @@ class JoinedWeights:
 
 
 def parts_of(base: Any) -> tuple[Any, ...]:
-    """Return the objects that are replaced when a layer's weight is moved, replaced or quantized."""
+    """Return the objects that identify a layer's weight: moving, replacing or quantizing it replaces one of them."""
     weight = base.weight
     if isinstance(base, FP8Linear):
         return weight, base.weight_scale, base.compute_dtype
@@ -96,7 +96,7 @@ def held_weight(base: Any) -> FrozenWeight:
 
 
 def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequence[Tensor]:
-    """Return the output of each layer for x, from one autograd node that saves x once if our kernel covers them all."""
+    """Return each layer's output for x. If our kernel covers all of them, they share one autograd node and saved x."""
     loras = loras_of(x, layers, weights)
     if loras is None:
         return [layer(x) for layer in layers]
@@ -104,8 +104,8 @@ def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequen
 
 
 def loras_of(x: Tensor, layers: Sequence[Any], owner: object) -> list[LoRA | None] | None:
-    """Return the active LoRA pair of each of these layers of `owner`; None if our kernel does not cover all of them for
-    x. Sampling caches the result, since the look-up takes as long as a small product."""
+    """Return the active LoRA pair of each layer; None if our kernel does not cover all of them for x. Sampling caches
+    the result for `owner`, since the look-up takes as long as a small product."""
     if KEPT.get() is None:
         return found_loras(x, layers)
     lora = next((layer for layer in layers if isinstance(layer, OneNode)), None)

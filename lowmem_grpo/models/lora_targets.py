@@ -84,7 +84,7 @@ def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude
 
 
 def check_values(config: Any) -> None:
-    """Raise ValueError, by name, for a value that PEFT cannot use, or that trains nothing, such as a dropout of 1."""
+    """Raise ValueError, with the option's name, for a value that PEFT cannot use or that trains nothing (dropout 1)."""
     check_given(vars(config), {name: rule for name, rule in LORA.items() if hasattr(config, name)})
     for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         for key, value in ({"": getattr(config, name)} | (getattr(config, pattern) or {})).items():
@@ -95,8 +95,8 @@ def check_values(config: Any) -> None:
 
 
 def check_plain(config: Any) -> None:
-    """Raise TypeError for anything but a LoraConfig, and ValueError, with the option's name, for one that asks for more
-    than LoRA on linear layers of a causal language model."""
+    """Raise TypeError for anything but a LoraConfig. Raise ValueError, with the option's name, if the config asks for
+    more than LoRA on linear layers of a causal language model."""
     if type(config) is not LoraConfig:
         raise TypeError(f"peft_config is a {type(config).__name__}; allowed is peft.LoraConfig")
     if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):
@@ -134,7 +134,7 @@ def check_config(model: Any, config: LoraConfig) -> None:
         keys = getattr(config, name) or {}
         used = {get_pattern_key(list(keys), path) for path in adapted}
         for key in keys.keys() - used:
-            logger.warning("%s: %r is the pattern of no layer with LoRA, and changes nothing", name, key)
+            logger.warning("%s: %r matches no layer with LoRA, and changes nothing", name, key)
 
 
 def check_orthogonal(ranks: list[int], adapted: dict[str, Any]) -> None:
@@ -166,8 +166,8 @@ def decoder_linears(model: Any, scope: Scope) -> list[str]:
 
 
 def usual_targets(model: PreTrainedModel) -> list[str] | str:
-    """Return the default targets: the names of all linear layers of the decoder, or of attention only in a mixture of
-    experts; "all-linear" for a family with other or fused names."""
+    """Return the default targets: the names of all linear layers of the decoder or, in a mixture of experts, of
+    attention only; "all-linear" for a family with other or fused names."""
     family = family_of(model.config)
     if family is not None and family.experts is not None:
         return [*family.attention.inner, "o_proj"]

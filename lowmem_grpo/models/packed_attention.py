@@ -1,6 +1,6 @@
-"""Causal attention over packed sequences: padded side by side in one call, or each prompt once, then its completions.
+"""Causal attention over packed sequences: in one call with padding, or with each prompt once and then its completions.
 
-No (T, T) mask is ever made. Padding is on the right, where causal attention never looks, so padded sequences need no
+No (T, T) mask is ever made. Padding is on the right, which causal attention never reads, so padded sequences need no
 mask. With a sliding window, blocks of queries attend to the keys within reach, and the mask of one block serves all
 blocks and all layers. memory/cutting.py decides when prompts are computed once, and how large the blocks are.
 """
@@ -65,9 +65,9 @@ class PackedLayout:
 
 
 class FirstKeys(UserDict):
-    """Keys and values that layers share with later ones; only the first value for a key is stored, from the forward
-    pass. Layers recomputed in backward produce them again, and storing those would keep most of what was recomputed on
-    the device."""
+    """Keys and values that layers share with later ones. Only the first pair of each kind is stored, from the forward
+    pass: layers recomputed in backward set theirs again, and storing those would keep most recomputed tensors on the
+    device."""
 
     def __setitem__(self, kind: str, keys_and_values: Any) -> None:
         if kind not in self:
@@ -158,7 +158,7 @@ class Causal:
 
 def each_prompt_once(query: Tensor, key: Tensor, value: Tensor, prompts: Sequence[Sequence[int]],
                      causal: Causal) -> Tensor:
-    """Compute attention with one call per prompt and one per completion, whose keys are the prompt's and its own."""
+    """Run attention once per prompt and once per completion; a completion attends to its prompt's keys and its own."""
     families = [(0, own + others[0]) if len(others) == 1 else (own, *others) for own, *others in prompts]
     sizes = [length for lengths in families for length in lengths if length]
     pieces = zip(*(tokens_split(heads, sizes) for heads in (query, key, value)), strict=True)
@@ -180,7 +180,8 @@ def each_prompt_once(query: Tensor, key: Tensor, value: Tensor, prompts: Sequenc
 
 
 def tokens_split(heads: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
-    """Split (S, H, T, K) along T, so that the backward pass concatenates the gradients as (S, T, H, K), as stored."""
+    """Split (S, H, T, K) along T, so that the backward pass concatenates gradients in the stored layout (S, T, H, K).
+    """
     pieces = heads.transpose(1, 2).split(sizes if isinstance(sizes, int) else list(sizes), 1)
     return [piece.transpose(1, 2) for piece in pieces]
 
@@ -246,8 +247,8 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
     """Return whether torch's fused attention accepts fewer key heads than query heads. The flash kernel does; on a GPU
-    it needs sm_80, 16 bits and no mask. The other fused kernel does not, and torch would compute the (T, T) scores.
-    """
+    it needs sm_80, 16 bits and no mask. The memory-efficient kernel does not, and torch would compute the (T, T)
+    scores."""
     if device.type != "cuda":
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0) and dtype != torch.float32 and not masked

@@ -5,12 +5,12 @@ The shared part ends before the prompt's last token: that token predicts the fir
 completion begins with it. Attention finds a sequence's tokens through `sources`, and so needs no mask.
 
 A completion is one sequence, or several for an episode whose history was rewritten. A sequence ends with the last token
-that the policy sampled; tokens before it from elsewhere are packed but not trained. If several sequences of a group
-have the same prompt other than the group's, they share all of it. Otherwise a sequence shares the group's prompt if its
-own prompt begins with that.
+that the policy sampled; tokens before that from other sources are packed but not trained. Sequences of a group with the
+same prompt, other than the group's, share all of it; others share the group's prompt if theirs begins with it.
 
-`Packer` starts again with smaller micro-batches if memory runs out. The gradient equals that of a run with these from
-the start: bit for bit on the CPU, up to rounding on a GPU, where fused attention has no fixed summation order.
+`Packer` starts again with smaller micro-batches if memory runs out. The gradient equals that of a run with these
+smaller ones from the start: bit for bit on the CPU, up to rounding on a GPU, where fused attention has no fixed
+summation order.
 """
 
 from collections import Counter
@@ -67,11 +67,11 @@ class Sequence:
 
     @property
     def trained(self) -> Tensor:
-        """The indices, int64, of its trained tokens among the rollout's C."""
+        """The indices (int64) of the sequence's trained tokens among the rollout's C tokens."""
         return self.start + torch.tensor(self.drawn).nonzero()[:, 0]
 
     def values(self, field: str) -> Tensor:
-        """Return a field of the rollout, (C,) or one number, at each of `ids`, in float32; a (C,) field is 0 at tokens
+        """Return a field of the rollout at each of `ids`, in float32. A number is repeated; a field (C,) is 0 at tokens
         of the prompt."""
         value = torch.as_tensor(getattr(self.rollout, field), dtype=torch.float32)
         if value.ndim == 0:
@@ -89,7 +89,7 @@ def sequences_of(group: RolloutGroup, rollouts: list[Rollout]) -> list[list[Sequ
 
 
 def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> list[Sequence]:
-    """Return the sequences of a rollout, each up to its last trained token; without one, the sequence is empty."""
+    """Return the sequences of a rollout, each up to its last trained token; one without trained tokens is empty."""
     splits, sequences = [Split(0), *rollout.splits], []
     ends = [*(later.start for later in rollout.splits), len(rollout.completion_ids)]
     routed = routes_of(rollout, group.prompt_ids) if rollout.has_routes else [None] * len(splits)
@@ -115,9 +115,9 @@ def pack(groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequ
          spread: float = SPREAD) -> list[MicroBatch]:
     """Pack every completion, group by group, longest first, into micro-batches.
 
-    A micro-batch has at most `max_tokens` packed tokens and `max_sequences` completions; a completion above that limit
-    gets its own. Attention may pad sequences, each with its prompt, to at most `spread` times `max_tokens` tokens. See
-    `cutting.cut_spans`.
+    A micro-batch has at most `max_tokens` packed tokens and `max_sequences` completions; a completion above
+    `max_tokens` gets its own. Where attention pads, sequences with their prompts take at most `spread` times
+    `max_tokens` tokens (see `cutting.cut_spans`).
     """
     whole = list(groups)
     spans = [
@@ -132,7 +132,7 @@ def pack(groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequ
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous part of a pack: a prompt without its last token, or that token and the rest of a sequence."""
+    """A contiguous part of a pack: a prompt without its last token, or that last token followed by a sequence."""
 
     row: int  # index of the sequence, or of the first one that shares the prompt
     rollout: int  # index of its rollout in the pack
@@ -152,7 +152,7 @@ class Piece:
 
 
 def pieces(completions: list[Completion]) -> Iterator[Piece]:
-    """Yield each prompt once for the neighbouring completions of a group that share it, followed by each sequence."""
+    """Yield each prompt once, followed by the sequences of those neighbouring completions of a group that share it."""
     row = first = 0
     for _, neighbours in groupby(completions, key=lambda completion: id(completion[0])):
         same = list(neighbours)

@@ -84,8 +84,8 @@ def logit_shape(config: Any) -> dict[str, Any]:
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
-    """Put the model in train or evaluation mode, unless all of its modules are in it already, which is faster to check
-    than to set."""
+    """Put the model in train or evaluation mode. Nothing is set if all modules are in that mode, since a check is
+    faster."""
     if any(module.training != training for module in model.modules()):
         model.train(training)
 
@@ -184,8 +184,8 @@ class Policy:
         return out.last_hidden_state[0]
 
     def differing_routes(self) -> dict[str, float]:
-        """Return, as a metric, the share of routes replayed since the last call that the live router would not have
-        chosen; {} if none were replayed."""
+        """Return, as a metric, the share of the expert choices replayed since the last call that the live router would
+        not have made; {} if none were replayed."""
         counts, self.route_counts = self.route_counts, None
         if counts is None:
             return {}
@@ -217,7 +217,7 @@ class Policy:
     def at_head(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
                 entropy_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return (logprobs (N,), entropy (N,), log p (N,) of each row's likeliest token) for hidden states (N, D) and
-        targets (N,). The last has no gradient."""
+        targets (N,). The third result has no gradient."""
         head = self.head
         result = linear_logprobs(
             hidden, head.weight, targets, bias=head.bias, temperature=temperature, logit_scale=head.logit_scale,
@@ -231,8 +231,8 @@ class Policy:
 
             log p(k) = log p(0) + z(k) - z(0)        0: the target at the place; z: logits
 
-        Beside one pass of `logprobs`, this takes one row of the head per token, not all logits. Gradients reach the
-        hidden states.
+        This takes one pass of `logprobs` and one row of the head per token, not all logits. Gradients reach the hidden
+        states.
         """
         hidden, targets = self.at_trained(batch)
         everywhere = torch.arange(len(targets), device=targets.device)
@@ -258,8 +258,8 @@ class Policy:
         return {name: factor.detach() for name, factor in self.model.named_parameters() if factor.requires_grad}
 
     def keep_reference(self, moves: bool = False) -> None:
-        """Copy the current adapter to the host as the reference. If it is untrained and the reference never moves, the
-        reference is the base model and nothing is copied."""
+        """Copy the current adapter to the host as the reference. If the adapter is untrained and the reference never
+        moves, the reference is the base model and nothing is copied."""
         own = self.live_adapter() if moves or self.is_trained() else {}
         self.reference_adapter = {name: factor.to("cpu", copy=True) for name, factor in own.items()}
 

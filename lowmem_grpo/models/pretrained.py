@@ -93,7 +93,7 @@ class Pretrained:
         return self.parts()[0]
 
     def parts(self) -> tuple[Any, dict[str, str]]:
-        """Return the config of the model to load, and the renaming of stored tensors if that is only the text part."""
+        """Return the config of the model to load, and the new names of stored tensors if it is only the text part."""
         whole = AutoConfig.from_pretrained(self.path, trust_remote_code=False, **self.options)
         return text_part(whole), text_names(whole)
 
@@ -126,9 +126,9 @@ class Pretrained:
 
 
 def read_model(path: str, config: Any, names: dict[str, str], **options: Any) -> Any:
-    """Return the causal language model stored at `path`, or the text model of a multimodal checkpoint. There,
-    transformers would list each tensor of the other parts as unexpected; we log only their number. ValueError if a
-    tensor of the text model is missing."""
+    """Return the causal language model stored at `path`, or the text model of a multimodal checkpoint. For a text
+    model, only the number of the other parts' tensors is logged; transformers would list each as unexpected. ValueError
+    if a tensor of the text model is missing."""
     if not names:
         return AutoModelForCausalLM.from_pretrained(path, config=config, trust_remote_code=False, **options)
     before = their_logging.get_verbosity()
@@ -192,8 +192,8 @@ def check_turns(config: Any, tokenizer: Any, name: str) -> None:
 
 def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
                  names: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return the quantization arguments for from_pretrained; the config of an FP8 checkpoint gets our quantizer. A
-    checkpoint stored in NF4 gets no argument at all: None would override its own config."""
+    """Return the quantization arguments for from_pretrained. An FP8 checkpoint needs none: its config gets our
+    quantizer. A checkpoint stored in NF4 gets none either, because None would override its own config."""
     if stored == FP8:
         keep_stored(config, dtype, names)
         return {}
@@ -214,8 +214,8 @@ def say_stored(name: str, stored: str, form: str) -> None:
 
 
 def nf4(dtype: torch.dtype, kind: type[BitsAndBytesConfig] = BitsAndBytesConfig) -> BitsAndBytesConfig:
-    """Return the config of 4-bit NF4 with double quantization, computing in `dtype`; `kind` is its class, for linear
-    layers only or also for experts."""
+    """Return the config of 4-bit NF4 with double quantization, computing in `dtype`. `kind` is the config's class, for
+    linear layers only or also for experts."""
     return kind(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
@@ -251,7 +251,7 @@ def fix_frequencies(model: nn.Module, context: int) -> None:
 
     LongRoPE (Phi-3.5, Phi-4-mini; arXiv 2402.13753, section 3.2) has other factors beyond the length of pretraining.
     transformers chooses by the longest position of a *forward pass*, so one long text in a micro-batch would change all
-    short ones. vLLM chooses once, by `max_model_len`; we do so by `max_seq_length`, and CUDA graphs can be recorded.
+    short ones. vLLM chooses once, by `max_model_len`; we do so by `max_seq_length`, which CUDA graphs need too.
     """
     for rotary, layer_type, kind in by_length(model):
         of_layer: Any = rotary

@@ -34,8 +34,8 @@ def dtype_of(experts: int) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The expert ids (T, layers, k) of T tokens in order, on the host, as parts along T; only layers with experts
-    count. The completions of one prompt share the prompt's part."""
+    """The expert ids (T, layers, k) of T tokens in order, on the host, as parts along T. `layers` counts only layers
+    with experts. The completions of one prompt share the prompt's part."""
 
     parts: tuple[Tensor, ...]  # (tokens, layers, k) uint8, or int16 above 256 experts
 
@@ -75,7 +75,7 @@ class Routes:
 
 
 def one_prompt(rollouts: list[Rollout], prompt: list[int]) -> list[Rollout]:
-    """Let rollouts whose routes for the prompt equal the first one's share its memory; return all rollouts."""
+    """Let rollouts share the first one's memory for the prompt's routes where these are equal; return all rollouts."""
     first = rollouts[0].routes
     for rollout in rollouts if first is not None else []:
         known, own = first.cut(0, len(prompt)), rollout.routes.cut(0, len(prompt))
@@ -85,11 +85,11 @@ def one_prompt(rollouts: list[Rollout], prompt: list[int]) -> list[Rollout]:
 
 
 def routes_of(rollout: Rollout, prompt: list[int]) -> list[Routes | None]:
-    """Return, for each sequence of a rollout, the routes of its first tokens, prompt included; None if it has none.
-    `prompt` is the group's.
+    """Return, for each sequence of a rollout, the routes of its first tokens, prompt included; None for one without
+    routes. `prompt` is the group's.
 
-    In an episode, each turn has routes for all tokens in the engine's context. A token keeps the routes from the turn
-    in which it first appeared, with which it was sampled.
+    In an episode, each turn has routes for all tokens in the engine's context. A token keeps the routes of the turn in
+    which it first appeared, which sampling used.
     """
     routes: list[Routes | None] = [rollout.routes, *[None] * len(rollout.splits)]
     for turn, number in of_sequences(rollout, prompt):
@@ -128,15 +128,15 @@ def say_unrouted(rollouts: Sequence[Rollout]) -> bool:
     lacking = sum(not rollout.routes and not any(turn.routes for turn in rollout.turns) for rollout in rollouts)
     if lacking:
         logger.warning("%d of %d completions came without routes, the record of the experts that they were sampled "
-                       "with. The trainer chooses their experts again, perhaps others. See docs/limits.md", lacking,
+                       "with. The trainer chooses experts again, perhaps different ones. See docs/limits.md", lacking,
                        len(rollouts))
     return lacking > 0
 
 
 def packed_routes(pieces: Sequence[tuple[Routes | None, int, int]]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the routes (T, layers, k) of packed tokens, and a mask (T,) bool of the tokens that have any, or None if
-    all have. A piece is (routes of its sequence, first position, number of tokens). (None, None) if no piece has
-    routes."""
+    """Return the routes (T, layers, k) of packed tokens and a mask (T,) bool of the tokens that have routes, None if
+    all have. A piece is (routes of its sequence, first position, number of tokens). Without any routes, return (None,
+    None)."""
     cuts = [None if routes is None else routes.cut(start, start + count) for routes, start, count in pieces]
     like = next((part for cut in cuts if cut is not None for part in cut.parts), None)
     if like is None:
@@ -195,8 +195,8 @@ class Replay:
 
 
 def replay_of(batch: MicroBatch, config: Any, layers: int) -> Replay | None:
-    """Return the replay of a micro-batch's routes for one pass; None if it has none. ValueError if they do not fit
-    a model of this config that has experts in `layers` of its layers."""
+    """Return the replay of a micro-batch's routes for one pass; None without routes. ValueError if the routes do not
+    fit a model of this config that has experts in `layers` of its layers."""
     if batch.routes is None:
         return None
     got, needed = tuple(batch.routes.shape[1:]), (layers, config.get_text_config().num_experts_per_tok)
@@ -233,7 +233,7 @@ class RouteHooks:
     block: RoutedBlock
 
     def before(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Make the block follow the routes passed to the layer; live routing without any."""
+        """Make the block follow the routes passed to the layer, or its own router without routes."""
         routing: RouteRecorder | Replay | None = kwargs.get("routes")
         self.block.choice = live if routing is None else routing.chosen
 

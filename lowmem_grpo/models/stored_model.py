@@ -86,9 +86,8 @@ def config_of(model_name: str) -> Any:
 
 
 def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None = None) -> None:
-    """Raise ValueError for a refused family, an unsupported form of weights, a float16 run of a model that overflows in
-    it, and a context longer than the model's. Only a folder is checked; a name on the hub is checked when it is
-    loaded."""
+    """Raise ValueError for a refused family, an unsupported form of weights, float16 for a model that overflows in it,
+    and a context longer than the model's. Only a folder is checked; a name on the hub is checked when it is loaded."""
     file = Path(folder) / "config.json"
     if not file.is_file():
         return
@@ -165,7 +164,7 @@ def check_groups(quantization: Mapping[str, Any], name: str) -> None:
 
 
 def refusal(name: str, label: str) -> ValueError:
-    """Return the error for an unsupported stored form, which names the supported forms and what to load instead."""
+    """Return the error for an unsupported stored form; it names the supported forms and what to load instead."""
     return ValueError(
         f"{name!r} is stored in {label}, which is not trained here. Allowed are checkpoints in 16 or 32 bits, in 4 "
         "bits of bitsandbytes, and in FP8 (e4m3, of compressed-tensors or fine-grained): "
@@ -198,7 +197,7 @@ def text_part(config: Any) -> Any:
 
 
 def text_name(stored: str, names: dict[str, str]) -> str | None:
-    """Return the name in the text model of a stored tensor or module; None if it belongs to another part."""
+    """Return the name that a stored tensor or module has in the text model; None if it belongs to another part."""
     if not names or stored.startswith("lm_head"):
         return stored
     pattern = next((known for known in names if re.match(known, stored)), None)

@@ -404,7 +404,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_dtype": "fp8", "engine": "transformers"}, "whose cache has the model's dtype; use engine='vllm'"),
     ({"sampling_weights": "8bit"}, "sampling_weights is '8bit'; it must be one of 4bit, 16bit, or None"),
     *(({"sampling_weights": "16bit", "load_in_4bit": False, "engine": engine},
-       "sampling_weights is '16bit', which is of 4-bit and FP8 weights") for engine in ("vllm", "transformers")),
+       "sampling_weights is '16bit', which needs 4-bit or FP8 weights") for engine in ("vllm", "transformers")),
 ]
 
 

@@ -106,8 +106,8 @@ def refusal(kind: type[Exception]) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "words"), [
-    (hub.errors.RepositoryNotFoundError, "the hub has no such model, or not for everyone"),
-    (hub.errors.GatedRepoError, "only to those whom its owner admits"),
+    (hub.errors.RepositoryNotFoundError, "the hub has no such model, or it is private"),
+    (hub.errors.GatedRepoError, r"it is gated\. Ask its owner for access"),
     (hub.errors.RevisionNotFoundError, "on the hub it has no revision 'v9'"),
     (hub.errors.HfHubHTTPError, None),  # for example a mirror that knows no HEAD: the loader decides
 ])
@@ -142,8 +142,8 @@ class Unreachable:
 
 
 def test_an_upload_without_a_network_is_one_line_that_says_where_the_adapter_lies(tmp_path: Path) -> None:
-    with pytest.raises(hub.HubError, match=r"did not take me/it: \[Errno -2\] Name or service not known\. What lies in "
-                                           rf"{tmp_path} is whole: `hf auth login`, then `hf upload") as caught:
+    with pytest.raises(hub.HubError, match=r"did not take me/it: \[Errno -2\] Name or service not known\. The files in "
+                                           rf"{tmp_path} are complete: run `hf auth login`, then `hf upload") as caught:
         hub.push(tmp_path, "me/it", api=Unreachable())
     assert "\n" not in str(caught.value)
     with pytest.raises(hub.HubError, match="log in with `hf auth login`"):

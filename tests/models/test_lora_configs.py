@@ -257,7 +257,7 @@ def test_an_orthogonal_start_on_4_bits_is_refused_as_in_peft() -> None:
 def test_a_pattern_that_changes_nothing_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         brought(base(), LoraConfig(target_modules=["q_proj"], rank_pattern={"q_proj": 2, "up_proj": 4}))
-    assert "rank_pattern: 'up_proj' is the pattern of no layer" in caplog.text and "'q_proj'" not in caplog.text
+    assert "rank_pattern: 'up_proj' matches no layer with LoRA" in caplog.text and "'q_proj'" not in caplog.text
 
 
 def test_the_same_peft_model_may_go_to_a_second_trainer() -> None:

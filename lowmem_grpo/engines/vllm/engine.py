@@ -173,7 +173,7 @@ class VLLMEngine:
 
     def in_less_memory(self, attempt: Callable[[], None], call: Calls | None = None) -> None:
         """Repeat the attempt with smaller sizes until memory has room for it. If memory ran out in one of the caller's
-        callbacks, its error is raised."""
+        callbacks, raise the callback's error."""
         while isinstance(shortage := catch_oom(attempt, self.policy.device), OutOfMemory):
             if call is not None and call.failed_outside is not None:
                 raise call.failed_outside

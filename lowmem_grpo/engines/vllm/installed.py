@@ -1,4 +1,4 @@
-"""Checks that vLLM is installed in a tested version with the torch that it was built for, and its import."""
+"""Check that vLLM is installed in a tested version, with the torch that it was built for; import it."""
 
 import os
 import re

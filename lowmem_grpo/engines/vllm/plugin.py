@@ -1,8 +1,8 @@
 """A quantization method and a model loader, registered with vLLM, that make it compute with the trainer's tensors.
 
-vLLM asks the quantization config for a method for each linear layer, embedding and head, and ours allocate no weights;
-then the loader points each remaining parameter (the norms) at the trainer's storage. No weight is copied, and vLLM is
-not patched. Both registries are public and the same in all versions that `installed.py` allows.
+vLLM asks the quantization config for a method for each linear layer, embedding and head. Our methods allocate no
+weights. Then the loader points each remaining parameter (the norms) at the trainer's storage. No weight is copied, and
+vLLM is not patched. Both registries are public and the same in all versions that `installed.py` allows.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ LENT: list[WeightSharing] = []  # the last entry serves vLLM's registries, which
 
 @contextmanager
 def lending(loan: WeightSharing) -> Iterator[None]:
-    """Let vLLM's registries take the trainer's tensors from this object in this context."""
+    """Let the objects that vLLM's registries make in this context use the trainer's tensors from `loan`."""
     LENT.append(loan)
     try:
         yield
@@ -57,7 +57,7 @@ def lending(loan: WeightSharing) -> Iterator[None]:
 
 
 def current() -> WeightSharing:
-    """Return the shared weights of the engine that is starting; BorrowError if none of ours is."""
+    """Return the shared weights of the engine that is starting; BorrowError if no engine of ours is."""
     if not LENT:
         raise BorrowError("vLLM asked for borrowed weights outside an engine of ours")
     return LENT[-1]
@@ -93,8 +93,8 @@ class NoWeights:
 
 
 class BorrowedLinearMethod(NoWeights, LinearMethodBase):
-    """The method of a linear layer without weights, which computes with the trainer's, including LoRA and bias; or of
-    an experts layer's router, whose float32 logits vLLM selects the experts from."""
+    """The method of a linear layer, which has no weights and computes with the trainer's, including LoRA and bias. It
+    also serves routers, from whose float32 logits vLLM selects the experts."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
         self.compute = compute
@@ -104,7 +104,7 @@ class BorrowedLinearMethod(NoWeights, LinearMethodBase):
 
 
 class BorrowedExpertsMethod(NoWeights, fused_moe.FusedMoEMethodBase):
-    """The method of an experts layer without weights, which runs the trainer's own experts operation."""
+    """The method of an experts layer, which has no weights and runs the trainer's own experts operation."""
 
     def __init__(self, experts: BorrowedExperts, moe: Any) -> None:
         super().__init__(moe)

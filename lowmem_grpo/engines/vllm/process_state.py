@@ -72,7 +72,7 @@ def torch_states_kept(device: torch.device) -> AbstractContextManager[None]:
 
 
 def import_from_a_thread() -> None:
-    """Import vLLM in a thread with an empty stack: it keeps the errors of failed imports, whose tracebacks would keep
+    """Import vLLM in a thread with an empty stack. vLLM keeps the errors of failed imports, whose tracebacks would keep
     alive the local variables of all callers."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         thread.submit(import_plugin).result()
@@ -80,7 +80,7 @@ def import_from_a_thread() -> None:
 
 @contextmanager
 def collectable() -> Iterator[None]:
-    """On exit, undo vLLM's gc.freeze(): it keeps every object that exists when vLLM starts, a model too."""
+    """On exit, undo vLLM's gc.freeze(), which keeps every object that exists when vLLM starts, even a model."""
     frozen = gc.get_freeze_count()
     try:
         yield
@@ -148,14 +148,14 @@ def is_pool_missing(error: BaseException) -> bool:
 
 
 def unmap(llm: Any) -> None:
-    """Unmap the segments that a failed `wake_up` has mapped, by calling sleep on vLLM's worker directly: its executor
-    believes it is asleep. Older pools stop at the first unmapped segment, which comes after all mapped ones."""
+    """Unmap the segments that a failed `wake_up` has mapped. Sleep is called on vLLM's worker directly, as the executor
+    takes the engine to be asleep. Older pools stop at the first unmapped segment, which comes after all mapped ones."""
     with suppress(Exception):
         llm.collective_rpc("sleep", kwargs={"level": 1})
 
 
 def wake_if_room(llm: Any) -> bool:
-    """Wake an engine that is about to end; returns False if memory has no room, and it stays asleep."""
+    """Wake an engine that is about to end. If memory has no room, leave it asleep and return False."""
     if not llm.llm_engine.is_sleeping():
         return True
     try:
@@ -197,8 +197,8 @@ def drop_records_of_failures(allocator: Any) -> None:
 
 
 def clear_pool_error(extension: Any) -> None:
-    """Clear the extension's stored error by a call that fails: unmapping 0 bytes. A driver that accepts that goes on to
-    release the handle, so a null handle is passed."""
+    """Clear the extension's stored error by a call that fails: unmapping 0 bytes. A driver that accepts 0 bytes goes on
+    to release the handle, so a null handle is passed."""
     handle = ctypes.c_ulonglong(0)
     with suppress(RuntimeError):
         extension.python_unmap_and_release(0, 0, 0, ctypes.addressof(handle))
@@ -221,7 +221,7 @@ class SleepingRoom:
         self.buffer: Tensor | None = None  # bytes
 
     def __call__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return (numbers,), always at the same address. BorrowError if the pool does not behave as we expect."""
+        """Return a tensor (numbers,), always at one address. BorrowError if the pool does not behave as we expect."""
         size = numbers * dtype.itemsize
         if self.buffer is None:
             self.buffer = made_in_pool(-(-size // SEGMENT) * SEGMENT, device)
@@ -229,7 +229,7 @@ class SleepingRoom:
 
 
 def made_in_pool(size: int, device: torch.device) -> Tensor:
-    """Return (size,) bytes in a separate pool segment under our tag, so that nothing of vLLM's is dropped with it."""
+    """Return `size` bytes in a separate pool segment under our tag; dropping it drops nothing of vLLM's."""
     if why := why_no_pool():
         raise BorrowError(f"{why}. {ADVICE}")
     allocator = pool().CuMemAllocator.get_instance()

@@ -69,7 +69,7 @@ class CallSampling:
                        routes=self.routes(output, len(prompt) + len(ids) - 1))
 
     def routes(self, output: Any, tokens: int) -> Routes | None:
-        """Return an output's expert routes; None if vLLM returned none, RuntimeError if not of `tokens` tokens."""
+        """Return an output's expert routes; None if vLLM returned none, RuntimeError unless for `tokens` tokens."""
         experts = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
         if experts is None:
             return None
@@ -116,7 +116,7 @@ class Prompts(FinishedPrompts):
 
     def __init__(self, prompts: list[list[int]], sampling: CallSampling, on_group: OnGroup | None,
                  meanwhile: Meanwhile | None = None, expected: ExpectedLengths | None = None) -> None:
-        """With `expected`, prompts enter vLLM longest expected first; seeds do not depend on that order."""
+        """With `expected`, prompts of the longest expected completions enter vLLM first; seeds ignore this order."""
         super().__init__(len(prompts), on_group, meanwhile)
         self.expected = expected
         params, self.sampling = sampling.params, sampling
@@ -192,7 +192,7 @@ class OpenTurns(Calls):
             self.keys |= {number_of(name): request.key for name, (request, _) in zip(names, turns, strict=True)}
 
     def give_turn(self, output: Any, version: int) -> int:
-        """Pass a finished turn to the conversation, once even if that raises; return its uncached prompt tokens."""
+        """Pass a finished turn to the conversation, never twice; return how many of its prompt tokens were uncached."""
         key = self.keys.pop(number_of(output.request_id))
         request, _ = self.open.pop(key)
         cached = output.num_cached_tokens or 0

@@ -97,7 +97,7 @@ class Capacity:
 
 
 def kv_bytes_of(policy: Policy, tokens: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
-    """Return the cache bytes of one sequence of `tokens` tokens, without sliding windows."""
+    """Return the cache bytes of one sequence of `tokens` tokens, as if no layer had a sliding window."""
     itemsize = cache_itemsize(cache_dtype, policy.head.weight.dtype.itemsize)
     return ModelShape.from_config(policy.base.config).paged_bytes(tokens, block, itemsize)
 
@@ -138,11 +138,11 @@ def free_bytes(device: torch.device) -> int | None:
 def choose_weights(capacity: Capacity, eager: bool) -> tuple[str, int]:
     """Return the form of weights to sample with, and the bytes left for the KV cache.
 
-    `FOUR` is the form in which weights are held (4 bits or FP8), and `kv_budget` the cache's size with it; dequantized
-    weights take their room from the cache, unless the user set its size. With CUDA graphs (not `eager`) they also need
-    vLLM's pool. If no form is asked for, weights are dequantized only on a card, if its data sheet does not say that
-    this decodes slower and the cache of the wanted sequences of `max_seq_length` still fits. ValueError if a form is
-    asked of a model that is not quantized, EngineUnavailableError if 16 bits are asked for and the pool cannot be used.
+    `FOUR` is the form in which weights are stored (4 bits or FP8), and `kv_budget` the cache's size with it.
+    Dequantized weights take their room from the cache, unless the user set its size. With CUDA graphs (not `eager`)
+    they also need vLLM's pool. If no form is asked for, weights are dequantized only on a card, and only if
+    `is_worth_widening`. ValueError if a form is asked of a model that is not quantized, EngineUnavailableError if 16
+    bits are asked for and the pool cannot be used.
     """
     asked, policy, kept = capacity.settings.sampling_weights, capacity.policy, (FOUR, capacity.kv_budget)
     size, fixed = wide_bytes(policy), capacity.settings.kv_cache_bytes is not None
@@ -156,15 +156,15 @@ def choose_weights(capacity: Capacity, eager: bool) -> tuple[str, int]:
     if why is None:
         return SIXTEEN, left
     if asked is not None:
-        raise EngineUnavailableError(f'sampling_weights="16bit" cannot be had: {why}. Leave it out, or load with '
+        raise EngineUnavailableError(f'sampling_weights="16bit" is not possible: {why}. Leave it out, or load with '
                                      "enforce_eager=True, which needs no fixed addresses")
     logger.warning("sampling with weights in 4 bits, though there is room for 16: %s", why)
     return kept
 
 
 def is_worth_widening(capacity: Capacity, size: int, left: int, fixed: bool) -> bool:
-    """Return True if a card decodes faster with dequantized weights of `size` bytes, as far as is known, and has room
-    for them: beside a cache of `fixed` size, or if the `left` bytes hold the cache of the wanted sequences."""
+    """Return True if dequantized weights of `size` bytes fit, and no data sheet says that they slow the card down. They
+    fit beside the user's cache (`fixed`), or if the `left` bytes hold the cache of the wanted sequences."""
     policy, tokens, sequences = capacity.policy, capacity.max_seq_length, capacity.wanted_seqs
     known = known_of(policy.base, policy.device)
     if known is not None and not faster_in_16_bit(*known[:2], sequences, tokens, known[2]):
@@ -237,9 +237,9 @@ def llm_options(capacity: Capacity, name: str, eager: bool, sleeps: bool, routes
 
 
 def device_options(capacity: Capacity) -> dict[str, Any]:
-    """Return the options for the card's share and the tokens per pass. On a card the share covers the cache alone, as
-    vLLM's default would count the trainer's memory, and the tokens come from the memory plan. On the CPU prompts
-    must not be chunked: vLLM would rewind the random generator, which CPU generators cannot do."""
+    """Return the options for the card's share and the tokens per pass. On a card, the share covers the cache alone,
+    because vLLM's default would count the trainer's memory; the memory plan sets the tokens. On the CPU prompts must
+    not be chunked: vLLM would rewind the random generator, which CPU generators cannot do."""
     device = capacity.policy.device
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory

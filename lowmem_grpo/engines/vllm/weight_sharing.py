@@ -128,7 +128,7 @@ class WeightSharing:
                               f"{left[:5]}. {OTHER_ENGINE}")
 
     def widen(self) -> None:
-        """Dequantize the 4-bit weights of all layers, now that they are known, if wanted and memory has room."""
+        """Dequantize the weights of all layers, once all are known, if that is wanted and memory has room."""
         if self.room is not None:
             products = [product for linear in self.linears.values() for product in linear.products]
             few = few_rows(self.base, self.device)

@@ -83,15 +83,15 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether a module is a layer with checkpointing on; whole models are not, as they have the flag whatever
-    their layers do."""
+    """Return whether a module is a layer with checkpointing on. A whole model has the same flag, whatever its layers
+    do, and does not count."""
     flag = bool(getattr(module, "gradient_checkpointing", False))
     return flag and not hasattr(module, "gradient_checkpointing_enable")
 
 
 def keep_last(model: nn.Module, count: int) -> list[nn.Module]:
-    """Let the last `count` checkpointed layers keep all that they compute; return them. Backward begins with these, so
-    their memory is free when the first layer is recomputed."""
+    """Let the last `count` checkpointed layers keep all that they compute; return these layers. Backward begins with
+    them, so their memory is free when the first layer is recomputed."""
     layers = checkpointed_layers(model)
     kept = layers[max(0, len(layers) - count) :]
     for layer in kept:
@@ -218,7 +218,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def storage_id(tensor: Tensor) -> int:
     """Return an id that is equal for tensors sharing a storage. Fake tensors, used for plans, have no `data_ptr()`, so
-    this reads a private attribute of torch, only here. Checked with torch 2.13; its test fails if it moves."""
+    this function alone reads a private attribute of torch. Checked with torch 2.13; a test fails if it moves."""
     return tensor.untyped_storage()._cdata
 
 

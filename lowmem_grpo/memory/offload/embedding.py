@@ -41,8 +41,8 @@ class HostEmbedding(nn.Module):
 
 
 def embed_on_host(model: Any) -> int:
-    """Move the model's embeddings to the host; return the bytes freed. ValueError if the only one is tied to the head,
-    or one is trained."""
+    """Move the model's embeddings to the host; return the bytes freed. ValueError if the only embedding is tied to the
+    head, or an embedding is trained."""
     moved = movable(model)
     if not moved:
         raise ValueError(f"offload_embedding=True: {type(model).__name__} ties its input embedding to its output head, "

@@ -151,7 +151,7 @@ WSL_ADVICE = ("this is WSL: its driver pins only a part of the host's memory, an
 
 def host_bytes_needed(num_layers: int, tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Return the most host bytes that offloading holds for a micro-batch of `tokens`, in whole pages. Each layer input
-    has tokens * hidden_size elements of `dtype`; four more count for the tensors saved between the last layer and the
+    has tokens * hidden_size elements of `dtype`; four more stand for the tensors saved between the last layer and the
     loss."""
     layer_input = tokens * hidden_size * dtype.itemsize
     return (num_layers + TAIL) * -(-layer_input // PAGE_BYTES) * PAGE_BYTES

@@ -1,7 +1,6 @@
-"""A store on the host for the tensors that a graph saves for backward. At most two are on the device as well: in
-forward, each one until the second copy after its own starts; in backward, the one in use and the next one. If memory is
-short (`ahead` is False), it is only one.
-"""
+"""A store on the host for the tensors that a graph saves for backward. At most two of them are on the device as well.
+In forward, a tensor stays until the second copy after its own starts; in backward, the tensor in use and the next one
+are there. If memory is short (`ahead` is False), only one tensor is."""
 
 import itertools
 import weakref
@@ -125,7 +124,7 @@ class HostStore:
         return resident
 
     def following(self, index: int) -> Offloaded | None:
-        """Return the tensor that backward probably needs after `index`: the next in its direction not yet returned."""
+        """Return the tensor that backward probably needs after `index`: the next unreturned one in the pass's order."""
         if index in self.asked and self.asked.issuperset(self.live):
             self.start_backward()  # a second backward pass on a retained graph
         if index not in self.asked:
@@ -152,7 +151,7 @@ class HostStore:
             resident.settled = True
 
     def forget(self, index: int, pages: list[Tensor]) -> None:
-        """Give the pages of a tensor that is no longer referenced back to the pool."""
+        """Return the pages of a tensor that is no longer referenced to the pool."""
         self.pool.return_pages(pages)
         self.drop(index)
 

@@ -1,8 +1,8 @@
 """The frozen weights that are merged with an adapter, read one tensor at a time, by rows.
 
-`stored_weights` reads a checkpoint's safetensors files without loading the model. A weight that the run held in 4 bit
-or in FP8 is first quantized like in the loader, because the adapter was trained on the quantized values.
-`live_weights` reads a loaded model, in any layout of its weights.
+`stored_weights` reads a checkpoint's safetensors files without loading the model. A weight that was in 4 bit or FP8 in
+training is first quantized like in the loader, because the adapter was trained on the quantized values. `live_weights`
+reads a loaded model, in any layout of its weights.
 """
 
 import json
@@ -81,8 +81,8 @@ def plain_rows(tensor: Any, dtype: torch.dtype | None, device: torch.device | st
 
 
 def live_weights(model: Any) -> list[Weight]:
-    """Return every parameter and saved buffer of a model, with or without PEFT. LoRA's are left out; tied ones appear
-    once."""
+    """Return every parameter and saved buffer of a plain or PEFT model. LoRA parameters are left out; tied parameters
+    appear once."""
     weights: list[Weight] = []
     buffers = ((f"{path}.{name}", buffer) for path, module in model.named_modules()
                for name, buffer in module.named_buffers(recurse=False)
@@ -148,7 +148,7 @@ class TensorFiles:
         return tensor
 
     def plain(self, name: str) -> Weight:
-        """Return a tensor that loading casts to the dtype, if it is floating point, and does not quantize."""
+        """Return a tensor that loading does not quantize; floating-point values are cast to the dtype."""
         part = self.slice(name)
         read = self.slice if part.get_shape() else self.read  # a scalar has no slices
         return Weight(name, self.shape(name), INTEGERS.get(part.get_dtype(), self.dtype),
@@ -189,7 +189,7 @@ class TensorFiles:
             self.read(name), self.read(scale), block or (1, shape[1]), self.dtype))
 
     def expert(self, name: str, stack: Callable[[str, str], FrozenStack]) -> Weight:
-        """Return one matrix of one expert, with the values that it has in NF4; reading it quantizes its whole stack,
+        """Return one matrix of one expert, with the values that it has in NF4. Reading it quantizes the whole stack,
         which `stack(path of the experts, kind)` returns."""
         path, number, part, _ = name.rsplit(".", 3)
         kind = next(kind for kind, parts in STACKS.items() if part in parts)
@@ -216,7 +216,7 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
     """Return every tensor of a stored model, with its values after loading in `dtype`. For a multimodal checkpoint,
     these are the tensors of its text model, renamed by `names`.
 
-    Linear layers of a checkpoint in 16 or 32 bits get the values that they have in this form (NF4, FP8, ...).
+    In a checkpoint in 16 or 32 bits, linear layers get the values that they have in `form` (NF4, FP8, ...).
     """
     files = TensorFiles(tensor_files(folder), dtype, device)
     whole = {name for name in files.places if name.partition(PARTS)[0] == name}

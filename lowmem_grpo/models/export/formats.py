@@ -85,7 +85,7 @@ def export(run: Path | str, kind: str, out: Path | str, settings: ExportSettings
 
 
 def check_choices(kind: str, settings: ExportSettings) -> None:
-    """Raise ExportError for an unknown format, dtype or GGUF type, and settings of another kind."""
+    """Raise ExportError for an unknown format, a wrong value of a setting, or settings that are not ExportSettings."""
     if not isinstance(settings, ExportSettings):
         raise ExportError(f"settings is {settings!r}; give ExportSettings, as in ExportSettings(load_in_4bit=True)")
     choices = {"format": (kind, FORMATS), "dtype": (settings.dtype, (None, *DTYPES)),
@@ -168,8 +168,8 @@ def convert_merged(converter: gguf.Converter, merged: Path, kinds: list[str], do
 
 
 def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseRecord:
-    """Return the record with the settings applied. ExportError if it lacks the base model or its form, or the recorded
-    dtype is not one of COMPUTED."""
+    """Return the record with the settings applied. ExportError if the result lacks the base model or its form, or the
+    recorded dtype is not one of COMPUTED."""
     model = settings.base or record.model
     chosen: Any = record if settings.load_in_4bit is None and not settings.load_in_fp8 else settings
     four_bit, in_fp8 = False if chosen.load_in_fp8 else chosen.load_in_4bit, chosen.load_in_fp8
@@ -187,7 +187,7 @@ def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseR
 
 def matrix_elements(folder: Path) -> int:
     """Return the number of weights in all matrices and stacks of a folder's safetensors files, as `GGUFContent` counts
-    them: the converter drops the middle 1 of a convolution (C, 1, W), which is then a matrix."""
+    them. A convolution (C, 1, W) counts as a matrix, because the converter drops its middle axis."""
     total = 0
     for file in sorted(set(tensor_files(folder).values())):
         with safe_open(file, "pt") as opened:

@@ -80,7 +80,7 @@ def find_converter(llama_cpp: Path | None, kinds: Sequence[str] = ()) -> Convert
 
 
 def program(folder: Path | None, name: str, *others: str) -> Path | None:
-    """Return a program of llama.cpp, under one of the names in its folder or from the PATH; None if it is missing."""
+    """Return the path of a llama.cpp program, one of the names in the folder or `name` on the PATH; None if missing."""
     if folder is not None:
         path = next((folder / each for each in (name, *others) if (folder / each).is_file()), None)
         if path is not None or not others:

@@ -1,11 +1,11 @@
 """Write a merged model: LoRA's product is added in float32 and rounded once, to 16 bits.
 
 Files are written shard by shard, so memory holds a shard of about a GiB and one tile of float32 rows. Everything is
-read back and compared with W + s B A in float64: each value must be off by at most half a unit in its last place, and
-equal the rounded one; only near a tie may float32 round the other way.
+read back and compared with W + s B A in float64. Each value must be the nearest 16-bit number; only near a tie may it
+be the neighbour on the other side, where float32 rounds differently.
 
-If W is itself a 16-bit number (unlike NF4 values, which lie between two of them), an update of less than half a unit is
-lost. The kept share of the update is measured and reported.
+If W is itself a 16-bit number (unlike NF4 values, which lie between two 16-bit numbers), an update of less than half a
+unit in the last place is lost. The kept share of the update is measured and reported.
 """
 
 import json
@@ -88,7 +88,7 @@ def live_pairs(model: Any) -> dict[str, LoraPair]:
 
 
 def checked(pairs: dict[str, LoraPair], where: str) -> dict[str, LoraPair]:
-    """Return the pairs. AdapterError if there are none, or one is not finite."""
+    """Return the pairs. AdapterError if there are none, or a pair is not finite."""
     if not pairs:
         raise AdapterError(f"{where} has no LoRA layer: there is nothing to merge")
     for name, pair in pairs.items():
@@ -172,7 +172,7 @@ def written_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
 
 
 def tiles(weight: Weight) -> Iterator[tuple[int, int]]:
-    """Return the (start, stop) rows of each tile, the rows that are merged at a time."""
+    """Return the (start, stop) of each tile: a range of rows that are merged together."""
     rows, width = weight.shape[0], max(1, math.prod(weight.shape[1:]))
     step = max(1, TILE_ELEMENTS // width // weight.step) * weight.step
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
@@ -210,7 +210,7 @@ def check_merged(folder: Path, files: dict[str, Path], weights: list[Weight], pa
     wanted = {weight.name for weight in weights}
     if files.keys() != wanted:
         odd = sorted(files.keys() ^ wanted)[0]
-        raise MergeError(f"{folder} does not hold the model's tensors: {odd} is missing or too many")
+        raise MergeError(f"{folder} does not hold the model's tensors: {odd} is missing or unexpected")
     check = MergeCheck(len(weights))
     for weight in weights:
         with safe_open(files[weight.name], "pt") as file:
@@ -240,14 +240,14 @@ def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: Mer
 
 
 def check_same(weight: Weight, base: Tensor, read: Tensor) -> None:
-    """Raise MergeError if a tensor without an update does not equal the base's, cast to the written dtype."""
+    """Raise MergeError if a tensor without an update differs from the base model's, cast to the written dtype."""
     if not torch.equal(base.to(read.device, read.dtype), read):
         raise MergeError(f"{weight.name} was read back and is not what the base model has")
 
 
 def check_rows(name: str, base: Tensor, read: Tensor, update: Tensor, check: MergeCheck) -> int:
-    """Compare rows of a merged weight in float64; return how many elements were rounded the other way. MergeError if
-    one is off by more than rounding."""
+    """Compare rows of a merged weight with their float64 values; return how many elements are not the nearest number.
+    MergeError if an element is off by more than rounding."""
     base, values = base.double(), read.double()
     exact = base + update
     worst = worst_rounding(exact, values, read.dtype, base.abs().amax().item())

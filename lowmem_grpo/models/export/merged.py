@@ -1,7 +1,7 @@
 """Write the folder of a merged model (weights, config, tokenizer, generation config) and check it.
 
 For small models, logits are compared with those of base and adapter, both in float32. They may differ by a small
-multiple of the effect of 16-bit rounding, which is the merged model's own difference between float32 and its dtype.
+multiple of the effect of 16-bit rounding, measured as the merged model's difference between float32 and its dtype.
 """
 
 import copy
@@ -87,7 +87,7 @@ def save_adapter(model: Any, out: Path, tokenizer: Any, overwrite: bool, name: s
 
 
 def write_folder(merge: Merge, temp: Path, done: Exported) -> None:
-    """Write a merged model and check it; if it is small, with its logits."""
+    """Write a merged model and check it. The check of a small model includes its logits."""
     with freed_memory_returned():
         write_files(merge, temp, done)
         if sum(math.prod(weight.shape) for weight in merge.weights) * 4 <= LARGEST and merge.tokenizer is not None:
@@ -170,8 +170,8 @@ def rms(left: list[Tensor], right: list[Tensor]) -> float:
 
 
 def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, form: str) -> Logits:
-    """Return a function for the logits of plain PEFT, computed in float32. The base weights are in `dtype`, FP8 or 4
-    bit, as in training."""
+    """Return a function that computes the logits of base and adapter with plain PEFT, in float32. The base weights are
+    in `dtype`, FP8 or 4 bit, as in training."""
     model, _ = base.load(dtype, device, form)
     compute_in(model, torch.float32)
     for parameter in model.parameters():  # requantizing weights in 4 bit or FP8 would change their values

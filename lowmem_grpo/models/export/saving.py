@@ -34,7 +34,7 @@ REFUSED: Table = {
 
 
 class Saving:
-    """The methods `save_pretrained_merged`, `save_pretrained_gguf`, and those that also upload, of a loaded model."""
+    """The save methods of a loaded model: `save_pretrained_merged`, `save_pretrained_gguf` and those that upload."""
 
     inner: Any
     loaded: Any
@@ -104,8 +104,8 @@ class Saving:
 
     def save_pretrained_torchao(self, *args: Any, **kwargs: Any) -> None:
         """Raise UnsupportedError, which says what to do instead."""
-        raise UnsupportedError("save_pretrained_torchao is not supported: save_pretrained_merged, and quantize that "
-                               "folder with torchao's TorchAoConfig in transformers")
+        raise UnsupportedError("save_pretrained_torchao is not supported: call save_pretrained_merged, and quantize "
+                               "its folder with torchao's TorchAoConfig in transformers")
 
 
 def method_of(save_method: str | None) -> str:
@@ -120,8 +120,8 @@ def method_of(save_method: str | None) -> str:
 
 def uploaded(repo: str, save: Any, token: str | bool | None, private: bool | None, message: str | None,
              api: Any) -> str:
-    """Call `save` with a temporary folder, upload the folder and return the commit's URL. A name without an owner is
-    the user's own. The folder is kept only if the upload fails."""
+    """Call `save` with a temporary folder, upload the folder and return the commit's URL. If the name has no owner, it
+    is the user. The folder is kept only if the upload fails."""
     api = api or client(token if isinstance(token, str) and token else None)
     repo = full_name(repo, api=api)
     check_repo(repo)

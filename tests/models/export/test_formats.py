@@ -68,7 +68,7 @@ def test_a_run_without_a_whole_checkpoint_says_so(tmp_path: Path) -> None:
     (["empty", "--out", "out", "--format", "onnx"], 2, "'onnx' is not one of 'adapter', 'merged', 'gguf'"),
     (["empty"], 2, "Missing option '--out'"), (["empty", "--out", "o", "--dtype", "float32"], 2, "is not one of"),
     (["empty", "--out", "o", "--public"], 2, "--public is about the repository of --push"),
-    (["empty", "--out", "o", "--push", "name"], 1, "is named OWNER/NAME"),
+    (["empty", "--out", "o", "--push", "name"], 1, "has the form OWNER/NAME"),
     (["empty", "--out", "o", "--format", "gguf", "--llama-cpp", "empty"], 1, "empty is neither a run nor an adapter"),
 ])
 def test_a_mistake_is_answered_in_words(

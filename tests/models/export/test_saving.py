@@ -97,9 +97,9 @@ def test_push_to_hub_gguf_uploads_the_files_and_is_private(model: FastPeftModel,
 
 
 def test_a_hub_that_refuses_leaves_the_files_and_says_where(model: FastPeftModel) -> None:
-    with pytest.raises(HubError, match=r"What lies in .* is whole") as caught:
+    with pytest.raises(HubError, match=r"The files in .* are complete") as caught:
         model.push_to_hub_merged("owner/name", save_method="lora", api=StubHub(OSError("no token")))
-    folder = Path(str(caught.value).partition("What lies in ")[2].partition(" is whole")[0])
+    folder = Path(str(caught.value).partition("The files in ")[2].partition(" are complete")[0])
     assert (folder / "adapter_model.safetensors").is_file()
 
 
@@ -112,7 +112,7 @@ def test_every_option_is_accepted_at_unsloths_default_and_a_wrong_repository_or_
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").touch()
     ours = {"llama_cpp": tools} if "gguf" in call else {}
-    with pytest.raises((ValueError, ExportError), match="is named OWNER/NAME" if to_hub else "is not empty"):
+    with pytest.raises((ValueError, ExportError), match="has the form OWNER/NAME" if to_hub else "is not empty"):
         getattr(model, call)("a/b/c" if to_hub else tmp_path / "taken", **UNSLOTH[call] | ours)
 
 
@@ -147,6 +147,6 @@ def test_a_push_makes_the_repository_and_uploads_the_whole_folder(adapter: Path,
 
 def test_a_hub_that_refuses_leaves_the_export_whole(adapter: Path, tmp_path: Path) -> None:
     refusing = StubHub(OSError("no token"))
-    with pytest.raises(HubError, match=r"did not take owner/name: no token\. What lies in .* is whole: `hf auth"):
+    with pytest.raises(HubError, match=r"did not take owner/name: no token\. The files in .* are complete: run `hf"):
         export(adapter, "adapter", tmp_path / "out", repo="owner/name", api=refusing)
     assert read_pairs(tmp_path / "out")
