@@ -1,5 +1,41 @@
-"""`python -m lowmem_grpo` is the command `lowmem-grpo`."""
+"""The command `lowmem-grpo`, also `python -m lowmem_grpo`: the group of all commands. Importing it loads no heavy
+library."""
 
-from lowmem_grpo.cli.main import main
+import io
+import sys
 
-main(prog_name="lowmem-grpo")
+import click
+
+from lowmem_grpo import __version__
+from lowmem_grpo.cli.eval import evaluate
+from lowmem_grpo.cli.export import export
+from lowmem_grpo.cli.generate import generate
+from lowmem_grpo.cli.new import new
+from lowmem_grpo.cli.plan import doctor, plan
+from lowmem_grpo.cli.run import cancel, jobs, logs, report, resume, run, submit
+from lowmem_grpo.cli.serve import serve, watch
+
+
+class InOrder(click.Group):
+    """A group whose help lists the commands in the order in which they were added."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=InOrder, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="lowmem-grpo")
+def main() -> None:
+    """Fine-tune language models with GRPO on one GPU, or try it on a CPU with the embedded tiny model."""
+    for stream in (sys.stdout, sys.stderr):  # characters that the encoding lacks must not end a command
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+for command in (
+    run, new, plan, evaluate, generate, export, report, watch, serve, submit, jobs, logs, cancel, resume, doctor,
+):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main(prog_name="lowmem-grpo")

@@ -52,7 +52,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
                "transformers", "uvicorn", "zstandard"},
     "agents": {"openai", "pydantic", "tenacity", "tqdm"},
     "recipes": {"click", "datasets", "jinja2", "pydantic", "rich"},
-    "cli": {"click"},
+    "cli": {"click"}, "__main__": {"click"},
     "integrations": {"packaging", "peft", "transformers", "trl"},
 }
 LAZY = {  # packages with doors: their names, and the homes of these

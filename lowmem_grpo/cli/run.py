@@ -1,9 +1,13 @@
-"""`lowmem-grpo run`: runs a recipe or recipe file, lists recipes, or shows their options. `report`: a report page."""
+"""`lowmem-grpo run`: runs a recipe or recipe file, lists recipes, or shows their options. `report`: a report page.
+`submit`, `jobs`, `logs`, `cancel` and `resume`: commands for the job queue of a server."""
 
+import json
+import re
 import sys
 import textwrap
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +17,9 @@ from lowmem_grpo.recipes.recipe_file import find_recipe, is_recipe_file, run_mod
 from lowmem_grpo.runs.files import check_place
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.views.terminal import UserPath, columns, fitting, plain_errors, quiet
+
+if TYPE_CHECKING:
+    from lowmem_grpo.server.server_dir import ServerClient
 
 WIDTH, WIDEST = 120, max(map(len, RECIPES))
 LIST = "Recipes:\n" + "\n".join(
@@ -84,3 +91,115 @@ def report(run_dir: Path) -> None:
         from lowmem_grpo.runs.views.report import write_report
 
         click.echo(write_report(run_dir))
+
+
+EVERY = 1.0  # seconds between polls of a log
+SERVER = click.option(
+    "--server", type=UserPath(), default=Path("~/.lowmem-grpo/server.json"), show_default=True,
+    help="The file that `lowmem-grpo serve` writes, or its folder.")
+TIME = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
+OVER = ("done", "failed", "stopped", "cancelled")
+
+
+@click.command(context_settings={"ignore_unknown_options": True}, short_help="Let a recipe wait for the card.")
+@click.argument("recipe")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@SERVER
+@click.option("--priority", default=0, show_default=True, help="Jobs with a higher priority start first.")
+@click.option("--time-limit", help="The limit of one start, such as 90m or 2h. The job then finishes its step, "
+              "saves and stops.")
+@click.option("--share", default=1.0, show_default=True, help="The job's share of the card's memory. Jobs run "
+              "together if their shares add up to at most 1.")
+def submit(
+    recipe: str, options: tuple[str, ...], server: Path, priority: int, time_limit: str | None, share: float
+) -> None:
+    """Submit RECIPE, with options as for `lowmem-grpo run`: key=value or --key value."""
+    with plain_errors():
+        from lowmem_grpo.server.jobs.queue import JobRequest
+
+        asked = JobRequest.from_json({
+            "recipe": recipe, "options": list(options), "priority": priority, "share": share,
+            "time_limit": None if time_limit is None else seconds_of(time_limit)})
+        job = remote(server).post("/jobs", vars(asked))
+        click.echo(f"job {job['id']}: {job['state']}. `lowmem-grpo logs -f {job['id']}` follows it")
+
+
+@click.command(short_help="List the jobs of a server, and why they wait.")
+@click.argument("number", type=int, required=False)
+@SERVER
+@click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
+def jobs(number: int | None, server: Path, as_json: bool) -> None:
+    """List the jobs, the newest first, or show the one with this NUMBER."""
+    with plain_errors():
+        reply = remote(server).get("/jobs" if number is None else f"/jobs/{number}")
+        shown = reply["jobs"] if number is None else [reply]
+        if as_json:
+            click.echo(json.dumps(reply, indent=2))
+        elif not shown:
+            click.echo("no jobs yet: `lowmem-grpo submit RECIPE [key=value ...]`")
+        else:
+            from lowmem_grpo.runs.views.tables import show_jobs
+
+            show_jobs(shown)
+
+
+@click.command(short_help="Print the log of a job.")
+@click.argument("number", type=int)
+@SERVER
+@click.option("-f", "--follow", is_flag=True, help="Follow the log until the job ends. The exit status is 0 if "
+              "the job is done, else 1.")
+def logs(number: int, server: Path, follow: bool) -> None:
+    """Print the output of job NUMBER."""
+    with plain_errors():
+        at, offset, said = remote(server), 0, ""
+        while True:
+            job = at.get(f"/jobs/{number}")  # before the log, so that the log of an ended job is complete
+            while piece := at.ask(f"/jobs/{number}/log?from={offset}"):
+                offset += len(piece)
+                sys.stdout.buffer.write(piece)
+                sys.stdout.buffer.flush()
+            if not follow or job["state"] in OVER:
+                break
+            if job["state"] == "waiting" and job["why"] != said:
+                said = job["why"]
+                click.echo(f"job {number} {said if said.startswith('waits') else f'waits: {said}'}", err=True)
+            time.sleep(EVERY)
+        if follow:
+            click.echo(f"job {number} is {job['state']}{': ' + job['why'] if job['why'] else ''}", err=True)
+            raise SystemExit(0 if job["state"] == "done" else 1)
+
+
+@click.command(short_help="Take a job back, or stop it after its step.")
+@click.argument("number", type=int)
+@SERVER
+def cancel(number: int, server: Path) -> None:
+    """Take job NUMBER out of the queue. A running job finishes its step and saves, so that it can be resumed."""
+    with plain_errors():
+        job = remote(server).post(f"/jobs/{number}/cancel", {})
+        click.echo(f"job {number}: {job['why']}")
+
+
+@click.command(context_settings={"ignore_unknown_options": True}, short_help="Let a job go on from its checkpoint.")
+@click.argument("number", type=int)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@SERVER
+def resume(number: int, options: tuple[str, ...], server: Path) -> None:
+    """Queue job NUMBER again, to continue from its last checkpoint. OPTIONS such as max_steps=500 are added."""
+    with plain_errors():
+        job = remote(server).post(f"/jobs/{number}/resume", {"options": list(options)})
+        click.echo(f"job {number}: {job['state']}")
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of "90", "90s", "45m", "2h" or "1h30m". Raises ValueError for other texts, and for 0."""
+    match = TIME.fullmatch(text.strip().lower())
+    hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
+    if not (total := hours * 3600 + minutes * 60 + seconds):
+        raise ValueError(f"the time {text!r} cannot be read, or is nothing; write 90s, 45m, 2h or 1h30m")
+    return float(total)
+
+
+def remote(server: Path) -> "ServerClient":
+    from lowmem_grpo.server.server_dir import ServerClient, read_address
+
+    return ServerClient(read_address(server))

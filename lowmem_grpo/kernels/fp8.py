@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.custom_op import check_tensors, custom_op
 from lowmem_grpo.kernels.nf4 import dequantized
-from lowmem_grpo.kernels.tensors import check_tensors
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton, types_of
 
 E4M3 = torch.float8_e4m3fn

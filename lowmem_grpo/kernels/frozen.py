@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import once_differentiable
+from lowmem_grpo.kernels.custom_op import check_tensors, once_differentiable
 from lowmem_grpo.kernels.few_rows import given_adapters
 from lowmem_grpo.kernels.few_rows_kernels import can_decode_fp8, can_decode_nf4, fp8_decode_op, nf4_decode_op
 from lowmem_grpo.kernels.fp8 import FP8Weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.kernels.tensors import check_tensors
 
 BAND_BYTES = 64 * 2**20  # dequantized at a time
 

@@ -21,10 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
+from lowmem_grpo.kernels.custom_op import (
+    accumulator_dtype,
+    check_numbers,
+    check_tensors,
+    custom_op,
+    once_differentiable,
+)
 from lowmem_grpo.kernels.logits import NONE_IGNORED, new_logits
 from lowmem_grpo.kernels.logprob_kernels import backward_tiles, forward_rows, new_gradients
-from lowmem_grpo.kernels.tensors import accumulator_dtype, check_numbers, check_tensors
 
 CPU_CHUNK_BYTES = 32 * 2**20  # fp32 logits at a time, if chunk_rows is None
 CUDA_CHUNK_BYTES = 640 * 2**20  # 1,024 rows at V = 151,936: enough for the products to fill a large card

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.tensors import accumulator_dtype
+from lowmem_grpo.kernels.custom_op import accumulator_dtype
 from lowmem_grpo.kernels.triton_utils import tl, triton, types_of
 
 FLOOR = tl.constexpr(-3.0e38)  # stands in for -inf, so that p log p is 0 at p = 0

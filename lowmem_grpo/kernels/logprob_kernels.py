@@ -16,7 +16,7 @@ with all rows, rounded once. A 16-bit gradient fills the first half of each row'
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.custom_op import accumulator_dtype, addmm_fp32, custom_op, matmul_fp32
 from lowmem_grpo.kernels.logits import (
     LogitShape,
     floor_,
@@ -29,7 +29,6 @@ from lowmem_grpo.kernels.logits import (
     shape_logits,
     types_of_logits,
 )
-from lowmem_grpo.kernels.tensors import accumulator_dtype, addmm_fp32, matmul_fp32
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton
 
 ROWS = Launch({"BLOCK_V": 2048}, num_warps=8, num_stages=1)  # one row per program, 8 entries per thread

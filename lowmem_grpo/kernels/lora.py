@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import once_differentiable
+from lowmem_grpo.kernels.custom_op import check_numbers, check_tensors, once_differentiable
 from lowmem_grpo.kernels.frozen import (
     FrozenWeight,
     check_frozen,
@@ -25,7 +25,6 @@ from lowmem_grpo.kernels.frozen import (
     project_each,
 )
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
-from lowmem_grpo.kernels.tensors import check_numbers, check_tensors
 
 
 def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:

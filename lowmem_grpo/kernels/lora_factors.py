@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.tensors import matmul_fp32
+from lowmem_grpo.kernels.custom_op import matmul_fp32
 
 
 @dataclass(frozen=True)

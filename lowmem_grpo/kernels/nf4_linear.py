@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import once_differentiable
+from lowmem_grpo.kernels.custom_op import check_numbers, check_tensors, once_differentiable
 from lowmem_grpo.kernels.frozen import can_decode, decode, project, project_back
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
-from lowmem_grpo.kernels.tensors import check_numbers, check_tensors
 
 
 def nf4_linear_ref(

@@ -12,8 +12,7 @@ Kept for backward: h, weight and rstd.
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
-from lowmem_grpo.kernels.tensors import check_numbers, check_tensors
+from lowmem_grpo.kernels.custom_op import check_numbers, check_tensors, custom_op, once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, next_power_of_2, read, tl, triton, types_of
 
 MAX_WIDTH = 65536

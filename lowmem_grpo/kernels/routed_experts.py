@@ -18,12 +18,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import custom_op, once_differentiable
+from lowmem_grpo.kernels.custom_op import check_tensors, custom_op, once_differentiable
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_grouped import Places, can_group, nf4_grouped
-from lowmem_grpo.kernels.tensors import check_tensors
 
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # per expert, on average: one large tile each (not measured yet)

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels.custom_op import matmul_fp32
 from lowmem_grpo.kernels.logits import LogitShape
-from lowmem_grpo.kernels.tensors import matmul_fp32
 from lowmem_grpo.memory.families import MULTIPLIED, family_of, trained
 from lowmem_grpo.memory.offload.activations import drops, enable_checkpointing, keep_last, kept_layers
 from lowmem_grpo.memory.offload.embedding import knowing, on_host

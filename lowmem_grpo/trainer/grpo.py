@@ -17,11 +17,10 @@ from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.reward_model import RewardModel
-from lowmem_grpo.rollout.assessment import Evaluation
+from lowmem_grpo.rollout.assessment import OF_LOSS, Evaluation
 from lowmem_grpo.rollout.collector import Collector, SharedCollector
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring, rollout_metrics
-from lowmem_grpo.trainer.evaluation import OF_LOSS
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap

@@ -11,13 +11,12 @@ from typing import Any
 
 from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.models.routes import say_unrouted
+from lowmem_grpo.rollout.assessment import OF_ALL, check_best_metric, evaluate_sets, evaluation_sets, indexed_rows
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs.listeners import Callbacks, make_sinks
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput, mean_of
 from lowmem_grpo.runs.views.live import LiveView
-from lowmem_grpo.trainer.evaluation import OF_ALL, check_best_metric, evaluate_sets, evaluation_sets, indexed_rows
-from lowmem_grpo.trainer.journal import FirstSteps, Journal
-from lowmem_grpo.trainer.lifecycle import running, signals_after_steps
+from lowmem_grpo.trainer.lifecycle import FirstSteps, Journal, running, signals_after_steps
 from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.preflight.checks import before_training, check_ranks_agree, preflight
 from lowmem_grpo.trainer.saver import Saver

@@ -28,8 +28,8 @@ from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
 from lowmem_grpo.data.shapes import Shapes, tokenised
 from lowmem_grpo.data.stream import source_of
 from lowmem_grpo.losses.objective import Objective, StepTotals
+from lowmem_grpo.rollout.assessment import OF_LOSS, evaluation_sets
 from lowmem_grpo.runs.views.live import SFTView
-from lowmem_grpo.trainer.evaluation import OF_LOSS, evaluation_sets
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.parts import bring_model, make_parts
 from lowmem_grpo.trainer.run_memory import plan_memory

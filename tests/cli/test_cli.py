@@ -12,7 +12,7 @@ from recipe_runs import invoke, invoke_well
 from small_models import scatter
 
 from lowmem_grpo import FastLanguageModel, __version__
-from lowmem_grpo.cli.main import main
+from lowmem_grpo.__main__ import main
 from lowmem_grpo.recipes import RECIPES
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "rich", "pydantic", "bitsandbytes", "numpy")
@@ -29,7 +29,7 @@ def loaded_after(code: str) -> list[str]:
 
 def test_looking_at_the_package_loads_no_heavy_library() -> None:
     looks = ["--help"], ["run"], ["run", "--help"], ["run", "gsm8k", "--help"], ["new", "--help"]
-    code = ["import lowmem_grpo, lowmem_grpo.config.sampling", "from lowmem_grpo.cli.main import main",
+    code = ["import lowmem_grpo, lowmem_grpo.config.sampling", "from lowmem_grpo.__main__ import main",
             *(f"main({words}, standalone_mode=False)" for words in looks)]
     assert loaded_after("\n".join(code)) == []
 

@@ -192,7 +192,7 @@ import click, json, shlex, sys
 from types import SimpleNamespace
 from lowmem_grpo import FastLanguageModel
 from click.testing import CliRunner
-from lowmem_grpo.cli.main import main
+from lowmem_grpo.__main__ import main
 found = {}
 for line in json.load(sys.stdin):
     if line.startswith("{"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tables import every_row
 
-from lowmem_grpo.cli.main import main
+from lowmem_grpo.__main__ import main
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.options import fill
 

@@ -290,7 +290,7 @@ def test_lengths_left_out_fit_any_context() -> None:
 
 
 def test_planning_time_needs_no_torch() -> None:
-    code = ("import sys; from click.testing import CliRunner; from lowmem_grpo.cli.main import main; "
+    code = ("import sys; from click.testing import CliRunner; from lowmem_grpo.__main__ import main; "
             "done = CliRunner().invoke(main, 'plan --model qwen2.5-3b --gpu h200 --json'.split()); "
             "assert done.exit_code == 0, done.output; assert 'step_seconds' in done.output; "
             "print(sorted({'torch', 'transformers'} & set(sys.modules)))")

@@ -11,7 +11,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.runs.alarms import ALARMS, Alarms
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.trainer.journal import Journal
+from lowmem_grpo.trainer.lifecycle import Journal
 
 Line = dict[str, float]
 

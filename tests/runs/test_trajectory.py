@@ -11,7 +11,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.runs.records import RunRecords, completion_lines, prompt_text, read_lines, to_line
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.runs.trajectory import transcript, turn_records
-from lowmem_grpo.trainer.journal import Journal
+from lowmem_grpo.trainer.lifecycle import Journal
 from lowmem_grpo.types import RolloutGroup, Split
 
 ASKED = [{"role": "user", "content": "What is 6 times 7?"}]

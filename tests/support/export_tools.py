@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from small_models import scatter
 
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.cli.main import main
+from lowmem_grpo.__main__ import main
 from lowmem_grpo.fast_model import FastPeftModel
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from lowmem_grpo.cli.main import main
+from lowmem_grpo.__main__ import main
 
 SMALL = ("gpu=cpu", "max_steps=1", "eval_problems=4", "num_generations=2", "per_device_train_batch_size=4",
          "gradient_accumulation_steps=1", "engine=transformers")

@@ -14,8 +14,8 @@ from lowmem_grpo import SFTConfig, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.policy_loss import grpo_loss
+from lowmem_grpo.rollout import assessment
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
-from lowmem_grpo.trainer import evaluation
 from lowmem_grpo.types import RolloutGroup
 
 TEXTS = [{"prompt": f"Start with {n}. Add {n + 3}.\n", "completion": f"{n} + {n + 3} = {2 * n + 3}"} for n in range(6)]
@@ -108,7 +108,7 @@ def test_a_stream_is_read_to_its_end_and_one_without_an_end_is_refused(
     stream = Dataset.from_list(TEXTS[:3]).to_iterable_dataset()
     whole = taught(tmp_path / "rows", TEXTS[:3]).evaluate()
     assert untimed(taught(tmp_path / "stream", stream).evaluate()) == untimed(whole)
-    monkeypatch.setattr(evaluation, "LONGEST", 5)
+    monkeypatch.setattr(assessment, "LONGEST", 5)
     with pytest.raises(DataError, match=r"eval_dataset\['all'\] is a stream of more than 5 rows; pass list"):
         taught(tmp_path / "long", {"all": lambda: chain.from_iterable(iter(lambda: TEXTS, None))})
 

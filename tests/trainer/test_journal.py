@@ -20,7 +20,7 @@ from lowmem_grpo.rewards.checking.diagnosis import about_rewards
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.runs.views.terminal import CurrentStderr
-from lowmem_grpo.trainer.journal import FirstSteps, Journal
+from lowmem_grpo.trainer.lifecycle import FirstSteps, Journal
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 

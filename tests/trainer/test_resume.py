@@ -19,7 +19,7 @@ from programs import program
 from trainer_runs import adapter_of, load, same
 from trainer_runs import make_dropping as make
 
-from lowmem_grpo.cli.main import main
+from lowmem_grpo.__main__ import main
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.runs import checkpoint, checkpoint_state
 from lowmem_grpo.runs.records import read_lines
@@ -154,7 +154,7 @@ def test_ctrl_c_finishes_and_saves_the_step_and_says_how_to_go_on(tmp_path: Path
         "run", "arithmetic", f"output_dir={run}", "per_device_train_batch_size=16", "gradient_accumulation_steps=1",
         "num_generations=8", "save_steps=10000", "max_completion_length=32", "eval_problems=4", "train_size=16",
     ]
-    command = [sys.executable, "-c", "from lowmem_grpo.cli.main import main; main()"]
+    command = [sys.executable, "-c", "from lowmem_grpo.__main__ import main; main()"]
     with program(*command, *words, "max_steps=10000", stderr=subprocess.STDOUT) as process:
         while not (run / "metrics.jsonl").exists() and process.poll() is None:
             time.sleep(0.01)

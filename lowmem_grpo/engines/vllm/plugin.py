@@ -33,7 +33,7 @@ from lowmem_grpo.engines.vllm.shared_linear import (
     borrowed_linear,
 )
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
-from lowmem_grpo.kernels.tensors import matmul_fp32
+from lowmem_grpo.kernels.custom_op import matmul_fp32
 from lowmem_grpo.memory.cards import IN_16_BITS
 
 __all__ = [

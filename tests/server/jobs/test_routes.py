@@ -10,7 +10,7 @@ from tables import every_row
 pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from starlette.testclient import TestClient
 
-from lowmem_grpo.cli.jobs import seconds_of
+from lowmem_grpo.cli.run import seconds_of
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import DONE, RUNNING, STOPPED, WAITING, JobQueue, JobRequest
 from lowmem_grpo.server.jobs.routes import PIECE, jobs_router

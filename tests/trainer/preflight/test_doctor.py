@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tables import every_row
 
 from lowmem_grpo import __version__
-from lowmem_grpo.cli.main import main
+from lowmem_grpo.__main__ import main
 from lowmem_grpo.cli.plan import report
 from lowmem_grpo.trainer.preflight import doctor
 from lowmem_grpo.trainer.preflight.doctor import NEEDED, TRIED, Checkup, examine
@@ -39,7 +39,7 @@ BLOCK = """
                 raise importlib.metadata.PackageNotFoundError(name)
             return version(name)
         importlib.metadata.version = fake
-    from lowmem_grpo.cli.main import main
+    from lowmem_grpo.__main__ import main
     main(["doctor", "--json"])
 """
 
