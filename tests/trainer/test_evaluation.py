@@ -25,7 +25,7 @@ TIMED = ("runtime", "per_second")
 def test_an_evaluation_has_the_metrics_of_every_loss_type() -> None:
     for name in LOSS_TYPES:
         metrics = grpo_loss(**example(), loss_type=name, max_completion_length=LONGEST).metrics
-        assert {metric.partition("/")[0] for metric in metrics} <= {*evaluation.OF_LOSS}, "FIRST_WORDS in loss_metrics"
+        assert {metric.partition("/")[0] for metric in metrics} <= {*assessment.OF_LOSS}, "FIRST_WORDS in loss_metrics"
 
 
 def untimed(metrics: dict[str, Any]) -> dict[str, Any]:
