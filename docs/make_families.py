@@ -71,7 +71,7 @@ Mixtures of experts have further limits:
 
 | setting or checkpoint | Qwen3-MoE | Mixtral, Granite-MoE, Qwen2-MoE, Qwen3.5-MoE, others |
 |---|---|---|
-| `load_in_4bit=True` | loads | refused: the experts would stay in 16 bits |
+| `load_in_4bit=True` | loads, except from a tensor with all experts of a layer | refused: the experts stay in 16 bits |
 | `load_in_fp8=True` | refused: the experts would stay in 16 bits | refused: the experts would stay in 16 bits |
 | `load_in_4bit=False` (16 bits) | loads | loads with transformers' experts |
 | checkpoint stored in 4 bits or FP8 | refused: use the 16-bit checkpoint | refused: use the 16-bit checkpoint |
