@@ -38,7 +38,7 @@ The checks take about a second. They read at most 256 rows of a dataset, spread 
 reads more rows, for about 0.3 seconds. No check calls a reward function, samples a completion or draws a random number.
 To try your rewards on completions of your model, use [`rewards.check`](rewards.md).
 
-| check | worst severity | what the check finds | also in SFTTrainer |
+| check | worst severity | what the check finds | in SFTTrainer |
 |---|---|---|---|"""
 FIRST_STEPS = """
 The constructor of the trainer already raises an error for these mistakes:
@@ -67,8 +67,8 @@ If the step has four or more groups, warnings also report these problems:
 
 - Fewer than a quarter of the groups have signal.
 - A reward function returned None for all completions.
-- A reward function did not distinguish the completions of any group. There is no warning if all completions earn the
-  reward, for example for a format, and another function distinguishes them.
+- A reward function did not distinguish the completions of any group. There is no warning if all completions earn
+  the full reward, for example for a format, and another function distinguishes them.
 - Two reward functions gave exactly the same rewards.
 
 **After the second step**, one line has the measured time of a step, the shares of sampling, rewards and training, the
@@ -91,8 +91,9 @@ METRICS_HEADER = """
 A run writes a line of metrics into `metrics.jsonl` after every `logging_steps` optimizer steps. Most values are means
 since the last line. If a metric has the same name in TRL, it has the same meaning. Shares are between 0 and 1.
 
-With dynamic sampling, a step samples more groups than it trains on. The metrics `groups/*`, `completions/trained` and
-`completions/total` are about the groups trained on, other metrics of rewards and completions about all sampled groups.
+With dynamic sampling, a step samples more groups than it trains on. The metrics `groups/total`, `groups/with_signal`,
+`groups/signal_share`, `completions/trained` and `completions/total` are about the groups trained on. All other metrics
+of groups, rewards and completions are about all sampled groups.
 
 An evaluation adds the prefix `eval_` to the names, or `eval_DATASET_` if the evaluation data is a dict of datasets. An
 evaluation logs:
@@ -139,7 +140,7 @@ METRICS = {
         "micro_batches": "micro-batches of an optimizer step",
         "completions/trained": "completions that contributed to the gradient of an optimizer step",
         "completions/total": "completions in the groups of an optimizer step",
-        "tokens/with_gradient": "tokens of `completions/trained`, as a share of the tokens of all unmasked completions",
+        "tokens/with_gradient": "share of the tokens of unmasked completions that are in `completions/trained`",
         "mean_token_accuracy": "SFTTrainer: share of trained tokens to which the model gives the highest probability",
     },
     "Rewards and groups": {
@@ -148,14 +149,14 @@ METRICS = {
             "mean and standard deviation of the reward function NAME, over the completions that it scored",
         "rewards/NAME/invalid": "number of completions for which NAME returned NaN or infinity",
         "rewards/NAME/unjudged":
-            "number of completions for which the required function NAME returned None; their groups are left out",
+            "completions for which NAME, a function with `required = True`, returned None; their groups are left out",
         "verdicts/NAME": "verifier NAME: share of correct completions among those that the verifier could judge",
         "judge/NAME/failed": "judge NAME: share of completions without a judgement",
         "judge/NAME/cached": "judge NAME: share of completions with a judgement from the cache",
         "judge/NAME/retries":
             "judge NAME: questions per completion that were asked again because the reply had no scores",
         "judge/NAME/tokens": "judge NAME: prompt and reply tokens per completion",
-        "judge/NAME/seconds": "judge NAME: seconds per call of the reward function",
+        "judge/NAME/seconds": "judge NAME: seconds per call of the reward function, for a group or a step",
         "frac_reward_zero_std": "share of groups in which all completions got the same reward",
         "groups/total": "groups of the step",
         "groups/with_signal": "groups with an advantage other than 0",
@@ -186,7 +187,7 @@ METRICS = {
             "environment_error",
         "groups/lost": "groups left out because the environment failed in all episodes, or in all but one",
         "tools/call_frequency": "tool calls per episode",
-        "tools/failure_frequency": "share of tool calls that failed or could not be parsed",
+        "tools/failure_frequency": "share of tool calls that failed, including calls that could not be parsed",
         "tools/waiting_share":
             "share of the sampling time in which an episode waited for its tools and environment; mean over episodes",
         "other/call_frequency": "questions per episode to the base model (`AskBase`)",

@@ -109,9 +109,9 @@ def settings_of(options: Mapping[str, Any], usual: str, known: tuple[str, ...]) 
     an unknown option; ValueError, with the fix, for one that is not supported."""
     if others := {name: value for name, value in options.items() if name in FATES or name not in (*HONOURED, *known)}:
         refuse(others, FATES, {*HONOURED, *known}, "train")
-    if None not in (both := [options.get(name) for name in ("kl_penalty_coef", "beta")]) and both[0] != both[1]:
-        raise ValueError(f"kl_penalty_coef is {both[0]} and beta, its older name, is {both[1]}: pass only "
-                         "kl_penalty_coef")
+    coef, beta = options.get("kl_penalty_coef"), options.get("beta")
+    if coef is not None and beta and coef != beta:
+        raise ValueError(f"kl_penalty_coef is {coef} and beta, its older name, is {beta}: pass only kl_penalty_coef")
     settings: Settings = {"loss_type": options.get("loss_type", usual)}
     own = {"epsilon", "epsilon_high"} if "loss_type" in options else set()
     for name, read in HONOURED.items():

@@ -15,7 +15,7 @@ from lowmem_grpo.runs.views.terminal import UserPath, plain_errors
 LACKING = "`lowmem-grpo {}` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
 HOST = click.option(
     "--host", default="127.0.0.1", show_default=True, help="The address of this machine to listen at. 0.0.0.0 accepts "
-    "requests from other machines; it needs --key-file, and a proxy for TLS.")
+    "requests from other machines. Any address but 127.0.0.1 and localhost needs --key-file, and a proxy for TLS.")
 
 
 @click.command(short_help="Serve this card over HTTP: a queue of jobs.")

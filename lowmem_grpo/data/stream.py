@@ -91,7 +91,8 @@ class Stream:
         self.drawn -= len(rows)
 
     def pass_to(self, drawn: int, round_number: int) -> None:
-        """Skip rows until `drawn` rows of this round have been drawn; DataError if the stream ends before that."""
+        """Move to the place after `drawn` rows of round `round_number`, which is one pass over the stream. DataError if
+        the stream has fewer rows."""
         if drawn < self.drawn or round_number:
             self.start_round(round_number)
         while self.drawn < drawn:

@@ -116,8 +116,8 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int = 4,
                           real: Tensor | None = None) -> Tensor:
-        """Return the stored inputs followed by the new ones (B, C, T), and store the last W - 1 of them. A row whose
-        last token is not `real` (B, T; None: all are) keeps its stored inputs."""
+        """Return the stored inputs followed by the new inputs (B, C, T) as (B, C, W - 1 + T), and store the last W - 1.
+        A row whose last token is not `real` (B, T; None: all are) keeps its stored inputs."""
         before = self.conv_states[0]
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size - 1)

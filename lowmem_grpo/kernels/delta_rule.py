@@ -247,7 +247,8 @@ def scan(
     added: Tensor, read: Tensor, q: Tensor, scores: Tensor, k: Tensor, decay: Tensor, state: Tensor,
     counts: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Return the chunks' results (N, H, C, V), step by step, and each run's state (S, H, K, V) after its last chunk."""
+    """Return the results of all chunks (N, H, C, V) and the last state of each sequence (S, H, K, V). Step i takes
+    chunk i of every sequence that has one: `counts[i]` chunks. The N chunks are ordered by step."""
     results, finals = [], []
     steps = zip(*(tensor.split(counts) for tensor in (added, read, q, scores, k, decay)), strict=True)
     for new, reads, asks, pairs, keys, whole in steps:

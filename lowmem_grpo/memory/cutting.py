@@ -130,8 +130,8 @@ def prompts_once(prompts: Prompts) -> bool:
 
 
 def token_rows(prompts: Prompts) -> int:
-    """Return how many token rows attention holds beside the packed ones; copies of only keys and values count as a
-    fraction of a row."""
+    """Return the number of token rows that attention holds in addition to the packed rows. A copy of a row without its
+    query counts as KEY_SHARE of a row."""
     if count_sequences(prompts) == 1:
         return 0
     if not prompts_once(prompts):

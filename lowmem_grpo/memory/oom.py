@@ -242,7 +242,8 @@ class RunMemory:
         self.rollout = RolloutLimit("rollout", "sequences sampled at once", advice=self.advice)
 
     def watch(self, engine: Any) -> None:
-        """Give the sampling bound to an engine that uses one; keep the cache size for which its start had room."""
+        """Make `self.rollout` the bound of an engine that has a bound. If the engine found room for a smaller cache
+        when it started, that size is kept."""
         if hasattr(engine, "bound"):
             self.rollout.kv_bytes = engine.bound.cache_under(self.rollout.kv_bytes)
             engine.bound = self.rollout

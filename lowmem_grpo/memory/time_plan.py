@@ -192,7 +192,7 @@ class StepTime:
         return self.multiply(linear.weights, rows) + again
 
     def by_codes(self, linear: Linear, rows: int) -> float:
-        """Return the seconds of one matrix times M rows in the decode kernel on quantized codes."""
+        """Return the seconds that the decode kernel on quantized codes takes for one matrix and `rows` tokens."""
         instructions = next(count for most, count in self.instructions.items() if rows <= most)
         clocks, reads = self.speed.sms * self.speed.ghz, 1 if self.speed.capability >= 80 else ceil(rows / 8)
         moved = max(self.move(reads * linear.bytes_in(self.settings.form)),

@@ -51,7 +51,7 @@ class EmailOptions(RecipeOptions):
     eval_problems: int = 128
     """The number of held-out e-mails in each evaluation."""
     longest_words: int = LONGEST_WORDS
-    """The most words that `too_long` allows in a reply."""
+    """The most words of a reply; a longer reply loses 1."""
 
 
 OPTIONS = EmailOptions

@@ -136,7 +136,6 @@ def load_recipe(name: str) -> Any:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
-    from lowmem_grpo.recipes.recipe_file import load_file
 
     with own_traceback(path):
         return load_file(path)

@@ -156,8 +156,10 @@ class Collector:
             self.counts["sampling/replay_age"] = fmean(ages)
 
     def metrics(self, groups: list[RolloutGroup], seconds: float) -> dict[str, float]:
-        """Return a step's metrics: `groups/` covers the groups to train on, the other metrics all sampled groups."""
-        trained = {name: value for name, value in rollout_metrics(groups, []).items() if name.startswith("groups/")}
+        """Return a step's metrics. Those of `groups/`, except `groups/lost`, are about the groups to train on, and all
+        other metrics about all sampled groups."""
+        trained = {name: value for name, value in rollout_metrics(groups, []).items()
+                   if name.startswith("groups/") and name != "groups/lost"}
         pools = {} if self.source.pools is None else self.source.pools.metrics()
         return {**rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,
                 **self.counts, **pools, **self.pace.metrics(), **waiting_share(self.sampled, seconds),

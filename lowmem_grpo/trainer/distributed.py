@@ -228,7 +228,7 @@ class Ranks:
         return {f"ranks/{rank}/{name}": value for rank, part in enumerate(told) for name, value in part.items()}
 
     def warn_of_slow(self, busy: list[float]) -> None:
-        """Warn, once for each rank, of a rank that is slower than the others for several steps in a row."""
+        """Warn of each rank that is slower than the others for several steps in a row, once for each rank."""
         for rank, seconds in enumerate(busy):
             others = median(busy[:rank] + busy[rank + 1 :])
             steps = self.slow.get(rank, 0)

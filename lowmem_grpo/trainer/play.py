@@ -117,7 +117,8 @@ class EpisodeSetup:
         return with_prompts(rows_of(dataset, "eval_dataset"))
 
     def encoder(self, inner: PromptEncoder) -> PromptEncoder:
-        """Return the encoder of rows to prompts. It refuses a chat template that does not render the run's tools."""
+        """Return the encoder of rows to prompts. The encoder raises an error for a row if the chat template does not
+        render the run's tools."""
         if not self.plays:
             return inner
         self.specs = EnvSpecs(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens,

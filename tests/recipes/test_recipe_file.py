@@ -106,7 +106,6 @@ def test_an_error_in_the_file_is_shown_from_that_file_on(body: str, last: str) -
     assert last in done.output.splitlines()[-1]
     assert "mine.py" in done.output
     assert "recipe_file.py" not in done.output
-    assert "by_name.py" not in done.output
     assert "click" not in done.output
 
 

@@ -21,8 +21,10 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 REWARDS: dict[str, list[float | None]] = {  # of the four completions of a row, and of its greedy one
     "mixed": [0, 1, 0, 1, 0.25], "rare": [0, 0, 0, 1, 1], "wide": [0, 4, 0, 4, 1], "solved": [1, 1, 1, 1, 1],
-    "failed": [0, 0, 0, 0, 0], "silent": [None] * 5, "all but greedy": [0, 1, 0, 1, None],
+    "failed": [0, 0, 0, 0, 0], "silent": [None] * 5, "all but greedy": [0, 1, 0, 1, None], "lost": [None] * 5,
+    "played": [0, 1, 0, 1, 0.25],
 }
+ENDINGS = {"lost": "timeout", "played": "done"}  # of episodes
 GREEDY = 4
 
 
@@ -53,7 +55,7 @@ class Loop:
         numbers = [GREEDY] if params.temperature == 0 else range(params.n)
         return [RolloutGroup(prompt.row, prompt.ids, [
             Rollout([1, 2, 3], [-1.0] * 3, "stop" if number % 2 == 0 else "length", str(number),
-                    self.state.policy_version)
+                    self.state.policy_version, ending=ENDINGS.get(prompt.row["kind"]))
             for number in numbers], row_index=prompt.index) for prompt in prompts]
 
     def pace(self) -> Pace:
@@ -183,6 +185,12 @@ def test_groups_without_signal_are_replaced_and_the_others_keep_their_places() -
     names = ("rounds", "resampled_groups", "surplus_groups", "dropped_groups")
     assert loop.counts(*names) == [1, 4, 1, 4]
     assert loop.watched == [[0, 1, 2, 3]]
+
+
+def test_a_group_lost_to_its_environment_is_counted_although_another_takes_its_place() -> None:
+    loop = Loop("played", "lost", "played", "played", "played", dynamic_sampling_rounds=1)
+    groups = loop.step()
+    assert (rows_of(groups), loop.collector.metrics(groups, 1.0)["groups/lost"]) == ([0, 4, 2, 3], 1)
 
 
 def test_rounds_end_with_every_place_filled_or_at_their_number_and_the_number_of_groups_stays() -> None:

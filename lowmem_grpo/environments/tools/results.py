@@ -45,7 +45,8 @@ def refuse_images(content: Any, source: str) -> None:
 
 
 def text_of(result: Any) -> str:
-    """Return a string unchanged, text parts joined, other data as JSON. DataError for images, else ToolError."""
+    """Return a string unchanged, text parts joined, other data as JSON. DataError for an image; ToolError for a value
+    that is neither text nor JSON."""
     lone = isinstance(result, dict) and not {*result}.isdisjoint(IMAGE_PARTS)  # an image by itself
     parts = [result] if lone else result if isinstance(result, list | tuple) else []
     refuse_images(parts, "a tool")
@@ -62,7 +63,7 @@ def text_of(result: Any) -> str:
 
 def plain(value: Any) -> Any:
     """Return data in JSON's types: arrays, sets (sorted) and ranges as lists, dataclasses and pydantic models as dicts,
-    bytes and objects with a `__str__` (Decimal, datetime, Path) as text. Anything else is returned unchanged."""
+    bytes and objects whose class defines `__str__` (Decimal, datetime, Path) as text. Anything else is returned unchanged."""
     if value is None or isinstance(value, str | int | float):
         return value
     if hasattr(value, "tolist"):

@@ -1,6 +1,6 @@
-"""A store on the host for the tensors that a graph saves for backward. At most two of them are on the device as well.
-In forward, a tensor stays until the second copy after its own starts; in backward, the tensor in use and the next one
-are there. If memory is short (`ahead` is False), only one tensor is."""
+"""A store on the host for the tensors that a graph saves for backward. At most two of them are on the device too: in
+forward the two that were saved last, in backward the tensor in use and the tensor that is needed next. If memory is
+short (`ahead` is False), at most one tensor is on the device."""
 
 import itertools
 import weakref

@@ -4,6 +4,7 @@ Everything is written into a temporary folder, read back and compared. Only then
 """
 
 import math
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,7 @@ def check_choices(kind: str, settings: ExportSettings) -> None:
     for name, (value, allowed) in choices.items():
         if value not in allowed:
             raise ExportError(f"{name} is {value!r}; allowed are {', '.join(str(a) for a in allowed if a is not None)}")
-    if settings.device is not None and not str(settings.device).startswith(("cpu", "cuda")):
+    if settings.device is not None and not re.fullmatch(r"cpu|mps|\d+|(cuda|xpu)(:\d+)?", str(settings.device)):
         raise ExportError(f"device is {settings.device!r}; allowed are cpu, cuda, cuda:0, cuda:1, ...")
 
 

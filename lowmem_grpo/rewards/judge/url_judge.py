@@ -1,5 +1,6 @@
 """A judge behind an OpenAI-compatible URL, asked concurrently while other completions are sampled. No message shows the
-API key, a password in the URL, or terminal control characters. Only this file imports OpenAI's client."""
+API key, a password in the URL, or terminal control characters. Of the rewards, only this file imports
+OpenAI's client."""
 
 import asyncio
 import inspect

@@ -3,7 +3,7 @@
 There are two isolations, with the same limits (`limits.Limits`) and the same filter of system calls:
 
     bubblewrap   own namespaces: the code sees Python, the C libraries and an empty scratch directory; no network
-    process      no namespaces, opt-in only: `isolation.PROCESS_WARNING` says what this leaves open
+    process      no namespaces, opt-in only: `trial.PROCESS_WARNING` says what this leaves open
 
 Both guarantee the following, even for root. `RLIMIT_NPROC` does not bind root, so a filter of system calls (seccomp)
 allows only those that a computation needs: no new process or thread, no signal to another process, no socket, no

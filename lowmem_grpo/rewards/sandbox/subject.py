@@ -127,8 +127,9 @@ def compared(name: str) -> Callable[..., Any]:
 
 
 def computed(name: str, turned: bool = False) -> Callable[..., Any]:
-    """Return a method for a binary operation. The test computes it for plain data. Another object, combined with data,
-    must give an object, marked as `_fed`: it may hold what the test expects, as in abs(f(2) - 4) < 0.1."""
+    """Return a method for a binary operation. The test computes the result for plain data, and the code under test for
+    its own objects. If such an object meets data of the test, the result must be an object, which is marked `_fed`: it
+    may hold what the test expects, as in abs(f(2) - 4) < 0.1."""
     def compute(self: Subject, other: Any) -> Any:
         if not self._plain and (isinstance(other, Subject) or self._kind in self._link.named):
             result = self._ask(name, *((other, self) if turned else (self, other)))

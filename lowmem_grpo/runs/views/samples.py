@@ -142,7 +142,7 @@ class Reservoir:
             self.kept = fewer if 0 < len(fewer) <= self.limit else self.kept[: self.limit // 2]
 
     def samples(self) -> list[Record]:
-        """Return the kept samples in the order of the steps."""
+        """Return the samples that were kept, and the newest samples, in the order of the steps."""
         steps = {sample["step"] for sample in self.kept}
         return sorted([*self.kept, *(sample for sample in self.tail if sample["step"] not in steps)],
                       key=lambda sample: sample["step"])

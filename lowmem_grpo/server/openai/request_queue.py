@@ -67,7 +67,7 @@ class RequestQueue:
         self.closed = False
 
     def add(self, item: Call | WorkerTask) -> None:
-        """Queue an item; after `close`, its future raises WorkerClosedError."""
+        """Queue an item. If the queue is closed already, the item's future raises WorkerClosedError instead."""
         with self.changed:
             if self.closed:
                 item.future.set_exception(WorkerClosedError("the engine is closed: nothing is sampled or run any more; "
