@@ -153,8 +153,7 @@ METRICS = {
         "verdicts/NAME": "verifier NAME: share of correct completions among those that the verifier could judge",
         "judge/NAME/failed": "judge NAME: share of completions without a judgement",
         "judge/NAME/cached": "judge NAME: share of completions with a judgement from the cache",
-        "judge/NAME/retries":
-            "judge NAME: questions per completion that were asked again because the reply had no scores",
+        "judge/NAME/retries": "judge NAME: questions per completion, asked again because the reply had no scores",
         "judge/NAME/tokens": "judge NAME: prompt and reply tokens per completion",
         "judge/NAME/seconds": "judge NAME: seconds per call of the reward function, for a group or a step",
         "frac_reward_zero_std": "share of groups in which all completions got the same reward",

@@ -56,7 +56,7 @@ def time_text(seconds: float) -> str:
 
 
 def number(words: str, holds: Callable[[Any], bool]) -> Rule:
-    """Return a rule for numbers that satisfy `holds`. True, and any value that is not a number, breaks the rule."""
+    """Return a rule that a value is a number and satisfies `holds`. The value `True` breaks it; `False` counts as 0."""
     return words, lambda value: isinstance(value, Real) and value is not True and holds(value)
 
 

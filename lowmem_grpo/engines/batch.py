@@ -219,8 +219,8 @@ class Passes:
 
     @contextmanager
     def evaluating(self, lasting: Kept | None = None) -> Iterator[None]:
-        """Turn dropout and gradients off in this context, and cache adapters cast to the compute dtype; `lasting` is a
-        cache that outlives the context."""
+        """Turn dropout and gradients off in this context, and cast each adapter to the compute dtype only once. The
+        results are kept in `lasting`, which outlives the context; without `lasting` they are dropped at its end."""
         token = WIDE.set(self.wide)
         try:
             with evaluating(self.policy.model), torch.no_grad(), kept_factors(lasting):

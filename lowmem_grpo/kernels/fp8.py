@@ -135,7 +135,7 @@ def spread_scales(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) 
 
 
 def fp8_dequantize_ref(weight: FP8Weight) -> Tensor:
-    """Return the weight (out, in) in weight.dtype, computed by plain torch in float32; in float64 if that is its dtype."""
+    """Return the weight (out, in) in weight.dtype, computed by plain torch in float32 (float64 for float64)."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     scales = spread_scales(weight.scales, weight.block, weight.shape)
     return (weight.codes.view(E4M3).to(wide) * scales.to(wide)).to(weight.dtype)

@@ -7,10 +7,11 @@
 with a = silu(gate) * up (Shazeer et al., arXiv 1701.06538; Qwen3, arXiv 2505.09388, section 2). x (T, D), ids and w
 (T, k). Products and activations are in the dtype of x; sums over experts are in float32, as are w and its gradient.
 
-On a card, up to GROUPED_ROWS rows per expert go through `nf4_grouped.py`, which never waits for the host. With more
-rows, on the CPU, or without NF4, experts are computed one after the other, decoded into shared buffers, at most PIECE
-rows at a time. Backward decodes and computes gate and up again: only x, ids and w are saved, before y is computed, so
-a checkpoint that stops at the last saved tensor does not compute y twice (as in `lora_mlp.py`).
+On a card, a call with at most GROUPED_ROWS rows per expert on average goes through `nf4_grouped.py`, which never waits
+for the host. With more rows, on the CPU, or without NF4, one expert after the other is decoded into shared buffers and
+applied to its rows of x, at most PIECE of them at a time. Backward decodes and computes gate and up again: only x, ids
+and w are saved, before y is computed, so a checkpoint that stops at the last saved tensor does not compute y twice (as
+in `lora_mlp.py`).
 """
 
 from collections.abc import Iterator

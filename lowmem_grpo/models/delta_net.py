@@ -87,8 +87,8 @@ class DeltaNet(nn.Module):
 
     def forward(self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
                 packed: PackedLayout | None = None, real: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Map (B, T, D) to (B, T, D). The mask (B, T) is `real` or, without it, attention_mask; it is false
-        for padding, which is on the left."""
+        """Map (B, T, D) to (B, T, D). The mask (B, T), false for the padding on the left, is `real`, or
+        attention_mask if `real` is None."""
         rows, count, _ = hidden_states.shape
         mixed, z, b, a = one_node(hidden_states, [self.get_submodule(name) for name in DELTA_IN], self.weights)
         a, b, log, bias = (tensor.to(torch.promote_types(tensor.dtype, torch.float32))  # float64 stays in float64

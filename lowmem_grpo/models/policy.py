@@ -63,7 +63,7 @@ class OutputHead:
                           for block in blocks])
 
     def block_logits(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        """Return the logits of one block of `logits_of`, at least in float32."""
+        """Return one block of the logits of `logits_of`, in float32, or in float64 for float64 inputs."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logits = (hidden[places].to(wide) * self.weight[tokens].to(wide)).sum(-1)
         if self.bias is not None:

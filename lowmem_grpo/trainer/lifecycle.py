@@ -36,8 +36,8 @@ LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skippe
 
 
 class Journal:
-    """Records the completions of every step and checks the alarms; returns a line to log every `logging_steps` and at the
-    last step."""
+    """Records the completions of every step and checks the alarms. Returns a line to log every `logging_steps` and at
+    the last step."""
 
     def __init__(
         self, state: TrainerState, records: RunRecords, settings: Any, alarms: Alarms | None = None, prints: bool = True
@@ -90,8 +90,8 @@ def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[
 
 
 class FirstSteps:
-    """A callback, with the methods of transformers' TrainerCallback, that warns about the rewards after the first step and
-    tells the time left after the second."""
+    """A callback, with the methods of transformers' TrainerCallback, that warns about rewards after the first step
+    and tells the time left after the second."""
 
     def __init__(
         self, records: RunRecords, say: Callable[[str], None] | None = None, rewards: Mapping[str, float] | None = None

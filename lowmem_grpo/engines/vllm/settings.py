@@ -163,8 +163,8 @@ def choose_weights(capacity: Capacity, eager: bool) -> tuple[str, int]:
 
 
 def is_worth_widening(capacity: Capacity, size: int, left: int, fixed: bool) -> bool:
-    """Return True if dequantized weights of `size` bytes fit, and save enough time by the card's data sheet, if there is
-    one. They fit beside the user's cache (`fixed`), or if the `left` bytes hold the cache of the wanted sequences."""
+    """Return True if dequantized weights of `size` bytes fit, and save enough time by the card's data sheet, if any.
+    They fit beside the user's cache (`fixed`), or if the `left` bytes hold the cache of the wanted sequences."""
     policy, tokens, sequences = capacity.policy, capacity.max_seq_length, capacity.wanted_seqs
     known = known_of(policy.base, policy.device)
     if known is not None and not faster_in_16_bit(*known[:2], sequences, tokens, known[2]):

@@ -63,7 +63,7 @@ def text_of(result: Any) -> str:
 
 def plain(value: Any) -> Any:
     """Return data in JSON's types: arrays, sets (sorted) and ranges as lists, dataclasses and pydantic models as dicts,
-    bytes and objects whose class defines `__str__` (Decimal, datetime, Path) as text. Anything else is returned unchanged."""
+    bytes and objects whose class defines `__str__` (Decimal, datetime, Path) as text. Return other values unchanged."""
     if value is None or isinstance(value, str | int | float):
         return value
     if hasattr(value, "tolist"):

@@ -79,8 +79,9 @@ def tried(renderer: Renderer, transition: Transition) -> Tried:
 
 
 def appends(renderer: Renderer, transition: Transition) -> bool:
-    """Return whether the conversation with the replies, once rendered, begins with the prompt and the policy's text.
-    The policy's text is the answer as rendered at the end of a conversation, with or without an empty thought."""
+    """Return whether a conversation that ends with the environment's replies renders as the prompt, the policy's text
+    and then the replies. The policy's text is the answer as rendered when it is the last message. The same text without
+    its empty thought is accepted too."""
     template = renderer.template
     before = [QUESTION, thought_apart(answer(transition), template.source)]
     prompt = template.text([QUESTION])
