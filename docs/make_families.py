@@ -70,8 +70,8 @@ settings:
 
 | setting or checkpoint | Qwen3-MoE | Mixtral, Granite-MoE, Qwen2-MoE, Qwen3.5-MoE, others |
 |---|---|---|
-| `load_in_4bit=True` | loads, unless the checkpoint has all experts of a layer in one tensor | refused: the experts would stay in 16 bits |
-| `load_in_fp8=True` | refused: the experts would stay in 16 bits | refused: the experts would stay in 16 bits |
+| `load_in_4bit=True` | loads, unless one tensor has all experts of a layer | refused: experts would stay in 16 bits |
+| `load_in_fp8=True` | refused: experts would stay in 16 bits | refused: experts would stay in 16 bits |
 | `load_in_4bit=False` (16 bits) | loads | loads with transformers' experts |
 | checkpoint stored in 4 bits or FP8 | refused: use the 16-bit checkpoint | refused: use the 16-bit checkpoint |
 
@@ -99,8 +99,8 @@ one layer in 16 bits. No step has been measured on a GPU yet.
 3. Add a small shape to `SHAPES` in `tests/support/families.py`. Include everything that is special in the family, such
    as short windows, every kind of layer, and unusual multipliers.
 4. Run `pytest -n 0 tests/models/test_families.py -k MODEL_TYPE`, and the same command for
-   `tests/engines/vllm/test_parity.py`. If packed log-probabilities differ from those of transformers, set `lean=False` for one class at a time, to find the
-   module at fault.
+   `tests/engines/vllm/test_parity.py`. If packed log-probabilities differ from those of transformers, set `lean=False`
+   for one class at a time, to find the module at fault.
 5. Run `python docs/make_families.py`.
 """
 
