@@ -41,8 +41,8 @@ within 1e-5. Value and gradient of every loss agree with token-by-token float64 
 are ordered, packed and split into micro-batches does not change the gradient of a step, except for rounding.
 [Learning curves](../bench/learning/learning.md) show what the algorithms learn on a small task.
 
-**Notation.** A *group* has the completions of one prompt. A *generation* has all groups that the trainer
-samples together, for one or more optimizer steps.
+**Notation.** A *group* has the completions of one prompt. A *generation* has all groups that the trainer samples
+together, for one or more optimizer steps.
 
 | symbol | meaning |
 |---|---|
@@ -72,11 +72,11 @@ If you set an option that the loss type does not have, `GRPOConfig` raises an er
 Two terms can be added to every loss (by default, `beta` and `entropy_coef` are 0):
 
 - `beta` times the KL divergence from the reference. `RLOOConfig` (default `beta=0.05`) and
-  `advantage_estimator="reinforce++"` subtract this term from the reward instead.
+  `advantage_estimator="reinforce++"` subtract this term, always with the estimate "k1", from the reward instead.
     - The reference is the policy at the start of training. With `kl_reference="base"`, the reference is the model
       without any adapter.
-    - `kl_estimator` chooses the estimate. With `d = logp - ref`, "k1" is `d`, "k2" is `d^2 / 2`, and "k3" (default) is
-      `exp(-d) - 1 + d`.
+    - `kl_estimator` chooses the estimate in the loss. With `d = logp - ref`, "k1" is `d`, "k2" is `d^2 / 2`, and "k3"
+      (default) is `exp(-d) - 1 + d`.
     - With `use_bias_correction_kl=True`, the default, the estimate in the loss is multiplied by `w`.
 - `-entropy_coef` times the mean entropy of the tokens.
 

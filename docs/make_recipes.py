@@ -62,7 +62,7 @@ of the package and has 1.2 or 1.3 million parameters:
 | `tiny-inbox` | searches mails badly | `inbox` |
 
 In `gsm8k`, `countdown`, `email`, `code` and `judge`, the embedded model learns nothing. On a CPU, these recipes only
-test that a run works from the data to the report. `judge` then [ends with an error](#judge).
+test that a run works from the data to the report; `judge` writes the report and [ends with an error](#judge).
 
 Terms on this page:
 
@@ -109,8 +109,8 @@ OTHERS = """
 ## Other models
 
 `model=` replaces the model of a preset and keeps the other settings. The model must be of a
-[family that can be trained](families.md). According to the planner, every recipe except `arithmetic` fits on
-every card size with each model below. The figures are the planned GPU peaks of `gsm8k` with 4-bit weights.
+[family that can be trained](families.md). According to the planner, every recipe except `arithmetic` fits on every
+card size with each model below. The figures are the planned GPU peaks of `gsm8k` with 4-bit weights.
 
 | options after `lowmem-grpo` | {sizes} |
 |---|{rule}|"""
