@@ -113,9 +113,9 @@ token by a weight `c`. Corrections apply to every engine, in spite of the prefix
 | `clip_max` | the setting `vllm_importance_sampling_clip_max` (default 2) |
 
 `vllm_importance_sampling_correction=True` corrects every generation, and False none. With None, the default, the
-trainer corrects a generation in two cases: samples in it come from an older policy, or the last value of the
-[metric](checks.md#metrics) `mismatch/k3` or `sampling/parity/k3`, the mean of `rho_t - log rho_t - 1`, was above
-0.001."""
+trainer corrects a generation in two cases: samples in it come from an older policy or another temperature, or the last
+value of the [metric](checks.md#metrics) `mismatch/k3` or `sampling/parity/k3`, the mean of `rho_t - log rho_t - 1`, was
+above 0.001."""
 
 SAMPLING = """
 ## Which groups are trained on

@@ -109,8 +109,9 @@ OTHERS = """
 ## Other models
 
 `model=` replaces the model of a preset and keeps the other settings. The model must be of a
-[family that can be trained](families.md). According to the planner, every recipe except `arithmetic` fits on every
-card size with each model below. The figures are the planned GPU peaks of `gsm8k` with 4-bit weights.
+[family that can be trained](families.md). According to the planner, every recipe that has presets for GPUs (all
+except `arithmetic`) fits on every card size with each model below. The figures are the planned GPU peaks of `gsm8k`
+with 4-bit weights.
 
 | options after `lowmem-grpo` | {sizes} |
 |---|{rule}|"""
