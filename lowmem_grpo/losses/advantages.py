@@ -159,7 +159,7 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "passk": Estimator(
         pass_at_k, ("group", "none"), "A_i = (E[best of k | i is one of the k] - E[best of k]) / std(best of k)",
-        "For exploration: the fewer right completions a group has, the larger are their advantages. k is pass_at_k.",
+        "For exploration: the fewer right completions a group has, the larger are their advantages. pass_at_k sets k.",
         "Pass@k training, arXiv 2508.10751; for rewards other than 0 and 1 as in PKPO, arXiv 2505.15201",
     ),
 }

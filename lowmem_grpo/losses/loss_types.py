@@ -250,18 +250,18 @@ LOSS_TYPES: dict[str, LossType] = {
     ),
     "gspo": LossType(
         clipped, mean_of_sequence_means, GSPO, "-mean_seq(clipped(w, A)), w = exp(mean_t(logp - old))",
-        "For mixtures of experts and for long completions. Here w stays close to 1, so the default epsilon is small.",
+        "For mixtures of experts and for long completions. This w stays close to 1, so the default epsilon is small.",
         "GSPO, arXiv 2507.18071, eq. 5 to 7", level="sequence", metrics="clip",
     ),
     "gspo_token": LossType(
         clipped, mean_of_sequence_means, GSPO,
         "-mean_seq(clipped(w, A)), w = sg(exp(mean_t(logp - old))) exp(logp - sg(logp))",
-        "For completions whose tokens differ in advantage or mask. Without such differences, the gradient is gspo's.",
+        "For completions whose tokens have unequal advantages or weights. Otherwise, the gradient is gspo's.",
         "GSPO, arXiv 2507.18071, eq. 13", level="sequence_token", metrics="clip",
     ),
     "cispo": LossType(
         cispo, mean_over_tokens, {"epsilon_high": 5.0} | LEVEL, "-mean_gen(sg(min(w, epsilon_high)) A logp)",
-        "Keeps the gradient of rare but decisive tokens. Here epsilon_high is the upper bound of w itself.",
+        "Keeps the gradient of rare but decisive tokens. The upper bound of w is epsilon_high, not 1 + epsilon_high.",
         "MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786", counts_generation=True, metrics="cispo", in_trl=True,
     ),
     "sapo": LossType(

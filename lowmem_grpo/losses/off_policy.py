@@ -73,7 +73,7 @@ def mean_k3(ratio: Tensor) -> float:
 CORRECTIONS: dict[str, Correction] = {
     "token_truncate": Correction(
         lambda mismatch, *_: ratio_of(mismatch), truncated, "c_t = min(max(rho_t, clip_min), clip_max)",
-        "The default. The upper bound limits the variance, and completions of every length are kept.",
+        "The default. The upper bound limits the variance, and no completion is left out.",
         "Truncated importance sampling (TIS); verl",
     ),
     "token_mask": Correction(

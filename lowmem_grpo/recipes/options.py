@@ -24,12 +24,12 @@ class RecipeOptions:
     """The options of every recipe, in addition to the fields of GRPOConfig."""
 
     gpu: str = "auto"
-    """The preset: a card size in GiB (16, 24, 48, 80), "cpu", or "auto" for the largest size that fits this machine."""
+    """The preset: a card size in GB (16, 24, 48, 80), "cpu", or "auto" for the largest size that fits this machine."""
     model: str | None = None
     """A hub model, a folder, or an embedded model ("tiny", "tiny-games", "tiny-talks" or "tiny-inbox"). None: the
     preset's model."""
     load_in_4bit: bool | None = None
-    """Load the base model in 4 bits. None: True, unless the model is embedded or load_in_fp8 is set."""
+    """Load the base model in 4 bits. None: False for an embedded model or with load_in_fp8=True, otherwise True."""
     load_in_fp8: bool = False
     """Load the base model in FP8 with a scale for each row, which takes twice the memory of 4 bits."""
     engine: str = "auto"

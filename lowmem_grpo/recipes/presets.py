@@ -16,7 +16,7 @@ from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.utils import GIB
 
 CPU = "cpu"
-SIZES = ("16", "24", "48", "80")  # GiB
+SIZES = ("16", "24", "48", "80")  # GB
 OTHER_MODELS = (  # newer models, each of which fits every recipe's preset on every card: `run NAME model=...`
     "HuggingFaceTB/SmolLM3-3B", "Qwen/Qwen3.5-4B", "google/gemma-4-E4B-it", "allenai/Olmo-3-7B-Instruct",
     "mistralai/Ministral-3-8B-Instruct-2512-BF16", "Qwen/Qwen3.5-9B",
@@ -42,7 +42,7 @@ class Preset:
     settings: dict[str, Any] = field(default_factory=dict)  # fields of GRPOConfig that differ from the recipe's
 
 
-Presets = dict[str, Preset]  # by size in GiB, or CPU; a recipe with only a CPU preset uses it on every machine
+Presets = dict[str, Preset]  # by size in GB, or CPU; a recipe with only a CPU preset uses it on every machine
 
 
 def on_cards(context: int) -> Presets:
@@ -179,12 +179,12 @@ def either(asked: T | None, default: T) -> T:
 
 
 def size_of(gpu: str) -> str:
-    """Return a card size as presets name it: in GiB, without the unit."""
+    """Return a card size as presets name it: in GB, without the unit."""
     return re.sub(r"(?i)\s*gi?b$", "", gpu)
 
 
 def choose(gpu: str, presets: Presets) -> tuple[str, Preset]:
-    """Return (size, preset) for a size in GiB, "cpu", or "auto"; ValueError for a size without a preset."""
+    """Return (size, preset) for a size in GB, "cpu", or "auto"; ValueError for a size without a preset."""
     size = fitting_size(presets) if gpu == "auto" else size_of(gpu)
     if size not in presets:
         raise ValueError(f"gpu is {gpu!r}; allowed are auto, {', '.join(presets)}")
