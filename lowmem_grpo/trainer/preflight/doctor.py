@@ -107,7 +107,7 @@ def look_at_versions(checkup: Checkup) -> None:
 
 
 def absent(name: str) -> str:
-    """Return the version text of a library that is not installed. This package may be used uninstalled."""
+    """Return the text to show as the version of a library (or of this package) that is not installed."""
     if name == PACKAGE:
         return f"{__version__} (not installed: used from its folder)"
     return "missing" if name in NEEDED else "not installed"
