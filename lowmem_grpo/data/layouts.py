@@ -243,7 +243,7 @@ def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, 
 
 
 def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    """Return (column, reason): the first of `usual` that exists, else the only column with such a word, else ""."""
+    """Return (column, reason): the first of `usual` in `names`, else the only name with such a word, else ""."""
     lower = {name.strip().lower(): name for name in reversed(names)}
     match = next((lower[name] for name in usual if name in lower), "")
     part = [name for name in names if "." not in name and {*re.findall(r"[a-z]+", name.lower())} & {*usual}]

@@ -189,7 +189,7 @@ def with_text(function: Any) -> Any:
 
 
 def from_vllm(prompt: Mapping[str, Any]) -> Any:
-    """Return the text or ids of vLLM's TextPrompt or TokensPrompt. TypeError without either, ValueError for images."""
+    """Return the text or ids of vLLM's TextPrompt or TokensPrompt. TypeError for other dicts, ValueError for images."""
     ids = prompt.get("prompt_token_ids")
     if ids is None and not isinstance(prompt.get("prompt"), str):
         raise TypeError(f"a prompt is a dictionary with {', '.join(map(str, prompt)) or 'nothing'}; pass {KINDS}")
@@ -238,7 +238,7 @@ def without_none(value: Any) -> Any:
 
 
 def plain_message(message: Any) -> Any:
-    """Return a chat message without empty keys, except that with tool calls a missing content is set to None."""
+    """Return a chat message without keys that map to None. If it has tool calls, a missing content is set to None."""
     if not is_message(message) or not message.keys() & {"content", "tool_calls"}:
         return message
     content = without_none(message.get("content"))
