@@ -106,7 +106,7 @@ def own_device(cards: int) -> str:
 
 
 def take_card() -> None:
-    """Make only this process's card visible to it, before torch looks; ValueError for fewer cards than processes."""
+    """Make only this process's card visible, before torch looks. ValueError for fewer cards than processes."""
     place = this_place()
     if place.count == 1:
         return

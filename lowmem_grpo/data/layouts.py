@@ -85,7 +85,7 @@ def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
 
 def answer_of(row: dict[str, Any], column: str, where: Callable[[str], str | None] | None = None) -> Any:
     """Return the answer in a column, or in a key of it ("reward_model.ground_truth"), as text; None if there is no
-    answer. A chat's answer is its last assistant message. Several texts stay a list, any of which is right. `where`
+    answer. A chat's answer is its last assistant message. Several texts stay a list, and each of them is right. `where`
     extracts the answer from each text, for example `rewards.after("####")`."""
     said = whole_answer(row, column)
     if where is None or said is None:

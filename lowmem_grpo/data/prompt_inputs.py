@@ -131,9 +131,10 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
 
 
 def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
-    """Return the messages in the first form whose tool calls the template renders. The forms: content "" for None; the
-    same with arguments as objects, or as JSON text; unchanged; content None and arguments as JSON text. If the template
-    raises for all forms, return them unchanged. ValueError if it leaves a call out, and for a call without a name."""
+    """Return the messages in the first form whose tool calls the template renders. The forms, in order: content "" for
+    None; the same with arguments as objects, or as JSON text; unchanged; content None and arguments as JSON text. If
+    the template raises for all, return `messages`. ValueError if it leaves a call out, and for a call without a
+    name."""
     names = [name_of(call) for message in messages for call in message.get("tool_calls") or []]
     if not names:
         return messages

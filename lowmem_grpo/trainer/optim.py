@@ -69,7 +69,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) ->
 
 
 def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether every step allocates memory, even with all states made, as torch's unfused AdamW does."""
+    """Return whether every step allocates memory, even once all states exist, as torch's unfused AdamW does."""
     if type(optimizer) is torch.optim.AdamW:
         return not optimizer.defaults["fused"]
     return device.type != "cuda" or not type(optimizer).__module__.startswith("bitsandbytes.")

@@ -125,7 +125,7 @@ def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
 
 
 def look_at_imports(checkup: Checkup) -> set[str]:
-    """Import each library of TRIED, but those that need torch only if torch works; return the names of broken ones."""
+    """Import each library of TRIED; skip those that need torch if torch is broken. Return the unusable ones' names."""
     broken: set[str] = set()
     for name in TRIED:
         if (name in ON_TORCH and "torch" in broken) or checkup.versions[name] == absent(name):
