@@ -154,7 +154,7 @@ class BareModel(FastGeneration, nn.Module):
 
 
 class FastPeftModel(FastGeneration, PeftModelForCausalLM):
-    """A PEFT model that can sample with its live adapter. All methods of PEFT work."""
+    """A PEFT model that can sample with the adapter that is being trained. All methods of PEFT work."""
 
     def save_lora(self, path: str | Path) -> None:
         """Write the adapter to a folder, in PEFT format."""

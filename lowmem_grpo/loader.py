@@ -74,8 +74,8 @@ class FastLanguageModel:
         steps cannot be captured.) Its cache keeps whole blocks of `block_size` tokens from one turn to the next (None:
         vLLM's default, or 32 on the CPU for a `max_seq_length` of at most 2,048). The transformers engine reserves no
         memory, and takes only `enforce_eager` of these. `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights
-        once per phase of sampling. That is faster when many sequences are decoded together (with only a few, the codes
-        are read), and takes 2 bytes a weight until training begins; "4bit" never dequantizes, and neither does None on
+        once per phase of sampling. That is faster when many sequences are decoded together (with only a few, it reads
+        the codes), and takes 2 bytes a weight until training begins; "4bit" never dequantizes, and neither does None on
         the CPU. On a card, None dequantizes if that is faster by the card's data sheet, and the key-value cache of the
         sequences that are decoded together still fits; with the transformers engine only in runs, whose memory is
         planned. `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as
@@ -246,7 +246,7 @@ def check_options(cls: type, method: str, options: dict[str, Any], table: Table)
 
 
 def context_of(model: "PreTrainedModel", max_seq_length: int | None) -> int:
-    """Return the context in tokens (None: the model's own); ValueError if the model's context is shorter or unknown."""
+    """Return `max_seq_length` (None: the model's context). ValueError if the model's context is shorter or unknown."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if max_seq_length is None and longest is None:
         raise ValueError("max_seq_length is None, and the model's config does not say how long its context is; give "

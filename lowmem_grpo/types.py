@@ -1,7 +1,7 @@
 """The data types of a run: P prompts, G completions of a prompt, T packed tokens, S packed sequences.
 
 The alignment rule, stated once: index t of every (T,) field describes the prediction of `targets[t]`, the token that
-follows `input_ids[t]` in its sequence. A sequence of L tokens therefore takes L - 1 places, and its last token is a
+follows `input_ids[t]` in its sequence. A sequence of L tokens therefore takes L - 1 positions, and its last token is a
 target only.
 """
 
@@ -156,11 +156,11 @@ class RolloutGroup:
 
 @dataclass
 class MicroBatch:
-    """S whole sequences packed without padding into T places; see the alignment rule above.
+    """S whole sequences packed without padding into T positions; see the alignment rule above.
 
     The sequences belong to R rollouts: one per rollout, or several if an episode's history was rewritten. Sequences of
-    one prompt share the places of its tokens, except the place of its last token. `sources` gathers the tokens into a
-    padded (S, W) layout, W = max_seqlen, and `places` takes results from that layout back to the packed places.
+    one prompt share the positions of its tokens, except that of its last token. `sources` gathers the tokens into a
+    padded (S, W) layout, W = max_seqlen, and `places` takes results from that layout back to the packed positions.
     """
 
     input_ids: Tensor  # (T,) int64

@@ -56,24 +56,24 @@ def time_text(seconds: float) -> str:
 
 
 def number(words: str, holds: Callable[[Any], bool]) -> Rule:
-    """Return a rule that a value is a number and satisfies `holds`. The value `True` breaks it; `False` counts as 0."""
+    """Return a rule, described by `words`, for numbers that satisfy `holds`. `True` breaks it; `False` counts as 0."""
     return words, lambda value: isinstance(value, Real) and value is not True and holds(value)
 
 
 def at_least(least: int, kind: Any = Real) -> Rule:
-    """Return a rule for whole numbers of at least `least`; for the kind `Real`, 8.0 counts as whole."""
+    """Return a rule that allows whole numbers from `least` up. With the kind `Real`, 8.0 counts as whole."""
     return f"a whole number, at least {least}", lambda value: (
         isinstance(value, kind) and value is not True and least <= value < math.inf and value % 1 == 0
     )
 
 
 def up_to(most: int, kind: Any = Real) -> Rule:
-    """Return a rule for whole numbers from 1 to `most`."""
+    """Return a rule that allows whole numbers from 1 to `most`."""
     return f"a whole number, from 1 to {most:,}", lambda value: at_least(1, kind)[1](value) and value <= most
 
 
 def one_of(*allowed: Any) -> Rule:
-    """Return a rule for one of these values."""
+    """Return a rule that allows only these values."""
     return f"one of {', '.join(map(str, allowed))}", lambda value: value in allowed
 
 
@@ -120,7 +120,7 @@ def as_python(value: Any) -> Any:
 
 
 def field_value(cls: Any, name: str, value: Any) -> Any:
-    """Return a field's value as Python's own type, and 8.0 as 8 in a field for whole numbers."""
+    """Return a field's `value` in a type of Python. In a field for whole numbers, 8.0 becomes 8."""
     value = as_python(value)
     return int(value) if isinstance(value, float) and value.is_integer() and name in whole_fields(cls) else value
 

@@ -134,7 +134,7 @@ def check_source(chosen: dict[str, Any]) -> None:
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:
     """Return the model and adapter given by TARGET and --adapter. Without options, the adapter's record decides the
-    quantization. It decides the revision only if it names the same model."""
+    quantization. If the record names the same model, it decides the revision too."""
     from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
     path = Path(target)
@@ -197,7 +197,7 @@ def tokens_of_run(subject: Candidate) -> int | None:
 
 
 def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int, Any]:
-    """Return rows, reward functions (the first decides what is right), most tokens of an answer, and `Play` or None."""
+    """Return rows, reward functions (the first decides what is right), an answer's token limit, and `Play` or None."""
     from lowmem_grpo.recipes.recipe_file import find_function
     from lowmem_grpo.rollout.assessment import rows_of
 

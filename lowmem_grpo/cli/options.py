@@ -111,8 +111,8 @@ def check_adapter(path: Path | None, unfinished: bool = True) -> None:
 
 
 def check_exam(name: str, source: str | None = None, plays: bool = False) -> None:
-    """Raise ValueError for a recipe without EXAM. With `source`, also if the exam has its own problems only; with
-    `plays`, also if it has no episodes. The file is parsed, not run, so the recipe itself checks the rest."""
+    """Raise ValueError for a recipe without EXAM. With `source`, also raise it if the exam cannot take other problems;
+    with `plays`, if the exam has no episodes. The file is parsed, not run, so the recipe itself checks the rest."""
     tree = recipe_tree(name)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.asname or node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}

@@ -53,7 +53,7 @@ def play(
     recipe: str, you: str | None, model: str | None, adapter: Path | None, form: dict[str, bool],
     params: SamplingParams, longest: int | None, as_json: bool,
 ) -> None:
-    """Play one episode of a held-out task; `longest` bounds the episode's tokens (None: the recipe's bound)."""
+    """Play one episode of a held-out task. `longest` limits the episode's tokens (None: the recipe's limit)."""
     exam = find_exam(recipe)
     played = exam.play
     if played is None:

@@ -20,10 +20,10 @@ GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
 class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSettings, TrainSettings):
     """Every field means what it means in TRL; fields that TRL does not have say so.
 
-    One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to
-    whole groups (`completions_per_step`). On a card only the memory plan cuts them into micro-batches, of at most
+    One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to whole
+    groups (`completions_per_step`). On a card only the memory plan cuts them into micro-batches, of at most
     `max_tokens_per_micro_batch` tokens. Without a plan (on the CPU, or for a model that cannot be planned), a
-    micro-batch also holds at most `per_device_train_batch_size` completions. Neither bound changes the gradient.
+    micro-batch also holds at most `per_device_train_batch_size` completions. Neither limit changes the gradient.
     """
 
     evaluated: ClassVar[str] = "reward"
@@ -276,7 +276,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def draws(self) -> Draws:
-        """The draws of all steps. A seed in `vllm_sampling_params` changes the seeds of all draws."""
+        """The sampling parameters of all draws. A seed in `vllm_sampling_params` changes the seed of each draw."""
         params = self.sampling(getattr(self.vllm_sampling_params, "seed", None))
         return Draws(self.prompts_per_generation, params, self.seed)
 

@@ -36,12 +36,12 @@ class Place:
         return self.rank == 0
 
     def share(self, count: int) -> range:
-        """Return this process's part of `count` items: consecutive ones. Sizes of parts differ by at most one."""
+        """Return the consecutive indices of this process's part of `count` items. Part sizes differ by at most one."""
         return range(count * self.rank // self.count, count * (self.rank + 1) // self.count)
 
 
 def this_place() -> Place:
-    """Return the place that a launcher gave this process; ValueError if its variables do not fit together."""
+    """Return this process's place from the launcher's variables; ValueError if these do not fit together."""
     variables = {name: os.environ[name] for name in NAMES if name in os.environ}
     if variables.get("WORLD_SIZE", "1") == "1":
         return Place()
@@ -106,7 +106,7 @@ def own_device(cards: int) -> str:
 
 
 def take_card() -> None:
-    """Make only this process's card visible to it, before torch looks; ValueError for fewer cards than processes."""
+    """Make only this process's card visible, before torch looks. ValueError for fewer cards than processes."""
     place = this_place()
     if place.count == 1:
         return

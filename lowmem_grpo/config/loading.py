@@ -1,6 +1,6 @@
 """The handling of options that Unsloth's loaders have and ours lack: which values are accepted, since they change
 nothing here, and which are refused. Also the choice of engine and device. Supported options are parameters of
-`loader.FastLanguageModel`. It needs no library, so that wrong values are refused before torch is imported."""
+`loader.FastLanguageModel`. This module needs no library, so wrong values are refused before torch is imported."""
 
 import re
 from dataclasses import dataclass
@@ -142,7 +142,7 @@ class EngineSettings:
         check_ranges(self)
 
     def check_for(self, fast_inference: bool | str) -> None:
-        """Raise ValueError for a setting that has no effect in that engine."""
+        """Raise ValueError for a setting that has no effect in the engine named by `fast_inference`."""
         if self.in_8_bits and fast_inference in (False, TRANSFORMERS):
             raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r} and fast_inference is {fast_inference!r}: "
                              "only vLLM holds its cache in 8 bits, the transformers engine in the model's dtype. "

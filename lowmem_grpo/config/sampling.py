@@ -152,7 +152,7 @@ def public_fields(params: Any) -> list[str]:
 @dataclass(kw_only=True)
 class EpisodeSettings:
     """Fields of GRPOConfig for runs with tools or an environment. Only `max_tool_calling_iterations` is TRL's.
-    `max_completion_length` bounds all turns together with everything between them."""
+    `max_completion_length` limits the tokens of all turns together, with everything between them."""
 
     max_turns: int | None = None
     """Maximum turns of the policy in an episode; None: only the number of tokens is limited."""
@@ -243,7 +243,7 @@ class StrategySettings:
 
 
 def needs(config: Any) -> dict[str, tuple[Any, ...]]:
-    """Return, by field, the values with which the gradient of a group does not depend on other groups."""
+    """Return, for each field, the values that allow training while sampling: no gradient depends on other groups."""
     once = {"num_iterations": (1,), "steps_per_generation": (None, *range(1, config.gradient_accumulation_steps + 1)),
             "dynamic_sampling_rounds": (0,), "replay_buffer_size": (0,), "top_entropy_quantile": (1.0,),
             "entropy_coef": (0.0,), "use_adaptive_entropy": (False,), "scale_rewards": ("group", "none", None),

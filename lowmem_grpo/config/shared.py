@@ -253,7 +253,7 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         super().__setattr__(name, field_value(type(self), name, value))
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value in effect for an option that is not a field; other libraries' callbacks read some."""
+        """Return the value in effect for an option without a field; other libraries' callbacks read such options."""
         fixed = type(self).unsupported.get(name)
         if fixed is None:
             advice = "; set the fields themselves" if name.startswith("set_") else suggestion(

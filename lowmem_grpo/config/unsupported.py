@@ -27,7 +27,7 @@ def transformers_defaults() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fixed:
-    """An option with a single meaning here."""
+    """An option that has the same effect here for all accepted values."""
 
     advice: str  # what to use instead, or why other values are refused
     values: tuple[Any, ...] = ()  # these ask for what happens anyway
@@ -49,7 +49,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Harmless(Fixed):
-    """An object or dict of options. Those in `free` may have any value here; the others must have their defaults."""
+    """An option that is an object or dict of options. Those in `free` may have any value, others only the default."""
 
     free: tuple[str, ...] = ()
     usual: tuple[tuple[str, Any], ...] = ()

@@ -71,8 +71,8 @@ def in_pairs(inputs: Any, outputs: Any, entry: dict[str, Any], function: str | N
 
 
 def one_of(inputs: Any, output: Any, entry: dict[str, Any], function: str | None) -> dict[str, Any]:
-    """Return one test, of a program or of a function call. The type in `entry` decides which; without a type, a call if
-    `function` is named. ValueError for an unknown type, or a call without a function name."""
+    """Return one test, of a program or of a function call, by the type in `entry`. Without a type, it is a call if
+    there is a `function`. ValueError for an unknown type, or a call without a function name."""
     kind = kind_of(entry)
     if kind not in (*PROGRAMS, *CALLS, ""):
         raise ValueError(f"a test has the type {kind!r}; allowed are {', '.join((*PROGRAMS, *CALLS))}: correct the row")

@@ -149,8 +149,8 @@ class ExampleEncoder(PromptEncoder):
         return None if rest.strip() else ids[: ends[0] + 1]
 
     def through_end(self, ids: list[int], at: int) -> int:
-        """Return the end index of an answer whose text ends at ids[:at]. It includes a following end token, also after
-        white space, and white space after which nothing follows; otherwise it is `at`."""
+        """Return the end index of an answer whose text is in ids[:at]. If an end token follows, directly or after white
+        space, the answer includes it. If only white space follows, it includes that. Otherwise return `at`."""
         seen = (place for place in range(at, len(ids)) if str(self.tokenizer.decode([ids[place]])).strip())
         stop = next(seen, len(ids))
         return stop + 1 if stop < len(ids) and ids[stop] in self.end_ids else at if stop < len(ids) else stop

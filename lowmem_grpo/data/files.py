@@ -134,7 +134,7 @@ def columns_of(path: Path) -> list[str]:
 
 
 def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) -> None:
-    """Raise ValueError if a wanted column is not in `columns`; an empty `columns` means unknown and passes."""
+    """Raise ValueError if a wanted column is not in `columns`. If `columns` is empty (unknown), check nothing."""
     missing = sorted({*wanted} - {*columns})
     if columns and missing:
         raise ValueError(f"{source} has no column {' and '.join(missing)}; it has {listed(columns)}. Rename one, or "
@@ -142,7 +142,7 @@ def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) 
 
 
 def check_prompt_column(source: str, columns: Sequence[str], wanted: str) -> None:
-    """Raise ValueError if `wanted`, the column with the prompts, is not in `columns`; an empty `columns` passes."""
+    """Raise ValueError if `wanted`, the prompt column, is not in `columns`. If `columns` is empty, check nothing."""
     if columns and wanted not in columns:
         raise ValueError(f"{source} has no column {wanted!r}; it has {listed(columns)}. Name the one with the prompts: "
                          "--prompt-column NAME")

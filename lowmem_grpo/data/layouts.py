@@ -85,7 +85,7 @@ def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
 
 def answer_of(row: dict[str, Any], column: str, where: Callable[[str], str | None] | None = None) -> Any:
     """Return the answer in a column, or in a key of it ("reward_model.ground_truth"), as text; None if there is no
-    answer. A chat's answer is its last assistant message. Several texts stay a list, any of which is right. `where`
+    answer. A chat's answer is its last assistant message. Several texts stay a list, and each of them is right. `where`
     extracts the answer from each text, for example `rewards.after("####")`."""
     said = whole_answer(row, column)
     if where is None or said is None:
@@ -243,7 +243,7 @@ def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, 
 
 
 def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    """Return (column, reason): the first of `usual` that exists, else the only column with such a word, else ""."""
+    """Return (column, reason): the first of `usual` in `names`, else the only name with such a word, else ""."""
     lower = {name.strip().lower(): name for name in reversed(names)}
     match = next((lower[name] for name in usual if name in lower), "")
     part = [name for name in names if "." not in name and {*re.findall(r"[a-z]+", name.lower())} & {*usual}]

@@ -80,7 +80,7 @@ def packed(rows: Any, encoder: ExampleEncoder, strategy: str, tokens: ExampleEnc
 
 
 def of_any_length(encoder: Any) -> Any:
-    """Return a copy of the encoder, and of the encoders inside it, without a bound on the length of a row."""
+    """Return a copy of the encoder, and of the encoders inside it, without a limit on the length of a row."""
     whole = copy(encoder)
     whole.max_prompt_length = maxsize
     for name in ("inner", "turns"):

@@ -131,9 +131,10 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
 
 
 def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
-    """Return the messages in the first form whose tool calls the template renders. The forms: content "" for None; the
-    same with arguments as objects, or as JSON text; unchanged; content None and arguments as JSON text. If the template
-    raises for all forms, return them unchanged. ValueError if it leaves a call out, and for a call without a name."""
+    """Return the messages in the first form whose tool calls the template renders. The forms, in order: content "" for
+    None; the same with arguments as objects, or as JSON text; unchanged; content None and arguments as JSON text. If
+    the template raises for all, return `messages`. ValueError if it leaves a call out, and for a call without a
+    name."""
     names = [name_of(call) for message in messages for call in message.get("tool_calls") or []]
     if not names:
         return messages
@@ -189,7 +190,7 @@ def with_text(function: Any) -> Any:
 
 
 def from_vllm(prompt: Mapping[str, Any]) -> Any:
-    """Return the text or ids of vLLM's TextPrompt or TokensPrompt. TypeError without either, ValueError for images."""
+    """Return the text or ids of vLLM's TextPrompt or TokensPrompt. TypeError for other dicts, ValueError for images."""
     ids = prompt.get("prompt_token_ids")
     if ids is None and not isinstance(prompt.get("prompt"), str):
         raise TypeError(f"a prompt is a dictionary with {', '.join(map(str, prompt)) or 'nothing'}; pass {KINDS}")
@@ -238,7 +239,7 @@ def without_none(value: Any) -> Any:
 
 
 def plain_message(message: Any) -> Any:
-    """Return a chat message without empty keys, except that with tool calls a missing content is set to None."""
+    """Return a chat message without keys that map to None. If it has tool calls, a missing content is set to None."""
     if not is_message(message) or not message.keys() & {"content", "tool_calls"}:
         return message
     content = without_none(message.get("content"))

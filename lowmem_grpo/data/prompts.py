@@ -145,7 +145,7 @@ def check_dataset(dataset: Any, column: str = "prompt") -> None:
 
 @dataclass(frozen=True)
 class Visit:
-    """The outcome of a row's last visit."""
+    """What is remembered of a row's visits; a visit is the sampling of a row in an epoch."""
 
     reward: float | None = None  # if all completions earned the same
     fruitless: int = 0  # visits without a spread of rewards, since the last one with a spread
@@ -153,10 +153,10 @@ class Visit:
 
 
 class DifficultyPools:
-    """Remembers the last visit of each row. A row whose completions all earn the same reward rests for 1 epoch; if that
-    happens again, for 2, 4 and then 8 epochs. A visit with a spread of rewards resets this. Rows with a spread are
-    "learning". Rows without a spread are "easy" if they earned the best reward seen in the run, and "hard" if they
-    earned less. Until two different rewards have been seen, all rows without a spread are "hard"."""
+    """Remembers how each row was last sampled (a visit). A row whose completions all earn the same reward rests for 1
+    epoch; if that happens again, for 2, 4 and then 8 epochs. A visit with a spread of rewards resets this. Rows with a
+    spread are "learning". Rows without a spread are "easy" if they earned the best reward seen in the run, and "hard"
+    if they earned less. Until two different rewards have been seen, all rows without a spread are "hard"."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Visit] = {}
@@ -232,7 +232,7 @@ class PromptSource:
             self.pools.record(prompt.index, prompt.epoch, [rollout.reward for rollout in group.rollouts])
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next `count` usable prompts. Unusable rows are skipped and counted; DataError if all rows are."""
+        """Return the next `count` usable prompts; skip and count unusable rows. DataError if all rows are unusable."""
         prompts: list[Prompt] = []
         fruitless: set[int] = set()  # unusable rows since the last usable one, possibly of two epochs
         passed = 0  # rows drawn since then, including those that rest

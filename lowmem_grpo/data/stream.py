@@ -43,7 +43,7 @@ class Stream:
         self.drawn = 0  # rows since the stream was last started
 
     def start_round(self, round_number: int = 0) -> None:
-        """Start or restart the stream; DataError for an iterator, which cannot be restarted."""
+        """Start the stream, or restart it for pass `round_number`. DataError for an iterator started before."""
         if self.iterator is not None and isinstance(self.rows, Iterator):
             raise DataError(f"the rows are a {type(self.rows).__name__}, which can be read only once, and {self.drawn} "
                             "rows were not enough; pass the generator's function (train_dataset=rows, not rows()), or "
@@ -91,8 +91,8 @@ class Stream:
         self.drawn -= len(rows)
 
     def pass_to(self, drawn: int, round_number: int) -> None:
-        """Move to the place after `drawn` rows of round `round_number`, which is one pass over the stream. DataError if
-        the stream has fewer rows."""
+        """Move to the position after `drawn` rows of pass `round_number` over the stream. DataError if the stream has
+        fewer rows."""
         if drawn < self.drawn or round_number:
             self.start_round(round_number)
         while self.drawn < drawn:
@@ -106,7 +106,7 @@ class Stream:
 
 
 class StreamSource(PromptSource):
-    """The usable prompts of a stream, in its order, round after round; `epoch` counts the rounds."""
+    """The usable prompts of a stream, in its order, in pass after pass over it; `epoch` counts the passes."""
 
     dataset: Stream
 
@@ -125,7 +125,7 @@ class StreamSource(PromptSource):
         return float(self.rounds)
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next `count` usable prompts. Unusable rows are skipped and counted; DataError if all rows are."""
+        """Return the next `count` usable prompts; skip and count unusable rows. DataError if all rows are unusable."""
         prompts: list[Prompt] = []
         while len(prompts) < count:
             row = self.dataset.draw()
@@ -143,7 +143,7 @@ class StreamSource(PromptSource):
         return prompts
 
     def next_round(self) -> None:
-        """Restart the stream; DataError if the past round had no usable row."""
+        """Restart the stream for another pass; DataError if the last pass had no usable row."""
         if not self.dataset.drawn:
             raise DataError("the dataset has no rows")
         if self.fruitful < self.rounds or not self.position - sum(self.skipped.values()):

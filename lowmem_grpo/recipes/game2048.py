@@ -96,7 +96,7 @@ class Game2048:
         return earned - before
 
     def grown(self, board: Board) -> Board:
-        """Return the board with one more tile on a random free place."""
+        """Return the board with one more tile on a random free square."""
         free = [(y, x) for y, row in enumerate(board) for x, tile in enumerate(row) if not tile]
         place, tile = self.rng.choice(free), 4 if self.rng.random() < FOURS else 2
         return tuple(tuple(tile if (y, x) == place else old for x, old in enumerate(row))
@@ -172,7 +172,7 @@ def corner(game: Game2048, rng: random.Random) -> str:
 
 
 def greedy(game: Game2048, rng: random.Random) -> str:
-    """Play a move that leaves the most empty places."""
+    """Play a move that leaves the most empty squares."""
     empty = {move: sum(row.count(0) for row in slid(game.board, move)) for move in possible(game.board)}
     return rng.choice([move for move, count in empty.items() if count == max(empty.values())])
 

@@ -161,7 +161,7 @@ def is_json(answer: str) -> bool:
 
 
 def is_number(answer: str) -> bool:
-    """Return whether the answer is one number without LaTeX, which math_match reads better."""
+    """Return whether the answer is one number. LaTeX is excluded, because math_match reads it better."""
     return read_number(answer) is not None and not has_latex(answer)
 
 

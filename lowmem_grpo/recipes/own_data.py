@@ -1,8 +1,8 @@
 """Read your own rows for a recipe, turn them into prompts and answers, and split them into training and test rows.
 
-A hash of a prompt's text without its system prompt decides whether the row is held out. So the same prompt is never on
-both sides, whatever its case, spacing and system prompt. Adding, removing or reordering rows moves no other row to the
-other side, except in small files, where one side would otherwise be empty.
+A hash of a prompt's text without its system prompt decides whether the row is held out. So training and test rows never
+share a prompt, whatever its case, spacing and system prompt. Adding, removing or reordering rows moves no other row
+from one set to the other, except in small files, where a set could be empty.
 """
 
 import logging
@@ -81,8 +81,8 @@ class OwnData:
             raise ValueError(f"make_row must give one kind of value in each column: {error}") from error
 
     def made(self, row: dict[str, Any], source: str | Path) -> dict[str, Any]:
-        """Return the row that `make_row` makes, with the prompt as chat messages and the answer as text, None for an
-        empty answer. Raises ValueError if a column or the prompt is missing."""
+        """Return the row that `make_row` makes, with the prompt as chat messages, and the answer as text (None if it is
+        empty). Raises ValueError if a column or the prompt is missing."""
         try:
             made = self.make_row(row)
         except KeyError as error:
@@ -141,7 +141,7 @@ def chat(prompt: Any) -> list[dict[str, str]]:
 
 
 def flaw(row: dict[str, Any], reads: tuple[str, ...]) -> str:
-    """Return why a row cannot be used, "" for a usable one."""
+    """Return the reason why a row cannot be used; "" if it can be used."""
     if not row["prompt"] or not row["prompt"][-1]["content"]:
         return "no prompt"
     if row["prompt"][-1]["role"] == "assistant":

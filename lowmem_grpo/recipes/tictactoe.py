@@ -90,7 +90,7 @@ def shown(board: str) -> str:
 
 
 def square_in(reply: str) -> int | None:
-    """Return the place (0 to 8) that the only digit of a reply names, else None."""
+    """Return the square (0 to 8) that the only digit of a reply names; None if the reply names none or several."""
     digits = re.findall(r"[0-9]", reply)
     return EMPTY.index(digits[0]) if len(digits) == 1 and digits[0] in EMPTY else None
 

@@ -34,7 +34,7 @@ def answer(
     together: int = TOGETHER,
 ) -> Answers:
     """Sample `params.n` answers to each row, in batches of about `together` answers. An answer is right if the first
-    function returns more than 0; the values of the other functions are averaged."""
+    function returns more than 0 for it. The values of each other function are averaged."""
     prompts = [row["prompt"] for row in rows]
     outputs = [output for part, seed in parts(prompts, params, together) for output in
                model.fast_generate(part, seeded(params, seed), adapter)]

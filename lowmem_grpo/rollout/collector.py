@@ -122,13 +122,13 @@ class Collector:
         return [place for place, group in enumerate(places) if not self.has_signal(group)]
 
     def fill(self, places: list[RolloutGroup], empty: list[int], groups: list[RolloutGroup]) -> None:
-        """Put groups into the `empty` places, and recompute all advantages."""
+        """Put `groups` into `places` at the indices `empty`, and recompute all advantages."""
         for place, group in zip(empty, groups, strict=False):
             places[place] = group
         self.scoring.assign(places)
 
     def resample(self, places: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Replace groups without signal by freshly sampled groups; return the fresh groups with signal left over."""
+        """Replace groups without signal by newly sampled ones with signal; return those that were not needed."""
         rounds = 0
         surplus: list[RolloutGroup] = []
         while rounds < self.strategies.dynamic_sampling_rounds and (empty := self.empty(places)):
@@ -195,7 +195,7 @@ class SharedCollector(Collector):
 
 
 def merged(logs: list[dict[str, float]]) -> dict[str, float]:
-    """Merge the logs of several rounds: sum counts (names that end in COUNTS), and average all other values."""
+    """Merge the logs of several sampling rounds: sum the counts (names that end in COUNTS), average other values."""
     names = sorted({name for log in logs for name in log})
     values = {name: [log[name] for log in logs if name in log] for name in names}
     return {name: sum(numbers) if name.endswith(COUNTS) else fmean(numbers) for name, numbers in values.items()}

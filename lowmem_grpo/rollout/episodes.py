@@ -121,8 +121,8 @@ class EpisodeBatch:
         most: int | None, in_rounds: bool,
     ) -> None:
         """At most `most` episodes are in play, started in order, so that groups finish one after the other and the
-        engine's prefix cache still holds their history. With `in_rounds`, each round waits for all workers, so that the
-        turns in it do not depend on timing."""
+        engine's prefix cache still holds their history. With `in_rounds`, each round of decoding waits for all workers,
+        so that the turns in it do not depend on timing."""
         self.owner, self.prompts, self.n = episodes, prompts, params.n
         self.on_group, self.in_rounds = on_group, in_rounds
         self.seed = random.getrandbits(62) if params.seed is None else params.seed
@@ -160,11 +160,11 @@ class EpisodeBatch:
 
     @property
     def held(self) -> bool:
-        """True if at least half of the episodes in play wait for the base model. The policy's turns then wait."""
+        """True if the policy's turns must wait: half or more of the episodes in play wait for the base model."""
         return 2 * len(self.other.waiting) >= len(self.live) > 0
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
-        """Add a sampled turn to its episode. A worker then runs its tool calls or environment step, or the ending."""
+        """Add a sampled turn to its episode. A worker then runs tool calls, an environment step or `finish`."""
         episode = self.live[key]
         self.submit(key, episode.add_turn(rollout) or episode.finish)
 
@@ -199,7 +199,7 @@ class EpisodeBatch:
         self.workers.submit(key, work, self.owner.bounds.call_seconds)
 
     def collect_all(self, wait: bool) -> None:
-        """Process the results of finished jobs. With `wait`, wait for all jobs if the engine decodes in rounds."""
+        """Process the results of finished jobs. If the engine decodes in rounds, `wait` waits for all jobs first."""
         self.collect(wait=False)
         while wait and self.in_rounds and self.workers.running:
             self.collect(wait=True)
@@ -282,7 +282,7 @@ class EpisodeBatch:
         self.admit()
 
     def close(self) -> None:
-        """Close all open environments and the workers. After an interrupted call, pending calls get CLOSING seconds."""
+        """Close all environments and the workers. After an interrupt, pending calls have CLOSING seconds to end."""
         if self.live:
             self.workers.hurry(CLOSING)
         for episode in self.live.values():

@@ -22,9 +22,10 @@ OF_ROLLOUT = ("finish_reason", "text", "policy_version", "trained", "splits", "t
 
 
 class ReplayBuffer:
-    """At most `size` groups as they were sampled and scored, oldest first. Groups with the largest spread of rewards
-    (the newest among equals) are kept, and are returned first, each only once. A group keeps its `policy_version`, by
-    which the objective sees that the group is stale. Fields that an update fills in, and `extras`, are dropped."""
+    """At most `size` groups as they were sampled and scored, oldest first. Groups with a larger spread of rewards
+    (newer ones among equals) are preferred, to keep and to return. Each is returned once. A group keeps its
+    `policy_version`, by which the objective sees that the group is stale. Fields that an update fills in, and `extras`,
+    are dropped."""
 
     def __init__(self, size: int, max_age: int | None = None) -> None:
         self.size, self.max_age = size, max_age
@@ -130,7 +131,7 @@ def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
 
 
 def pack_routes(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
-    """Return the expert routes of each sequence as JSON values; {} if there are none, as without experts."""
+    """Return the expert routes of each sequence as JSON values; {} for a rollout without routes."""
     routes = routes_of(rollout, prompt_ids)
     return {"routes": [sequence.packed() if sequence else None for sequence in routes]} if any(routes) else {}
 
@@ -175,7 +176,7 @@ def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any
 def numbers_of_turn(
     rollout: Rollout, prompt_ids: list[int], before: int, count: int
 ) -> tuple[list[int], list[int], list[float]]:
-    """Return (prompt, completion, log-probabilities) of a turn: the `count` drawn tokens after the first `before`."""
+    """Return (prompt, completion, log-probabilities) of the `count` sampled tokens after the first `before`."""
     ids, trained = rollout.completion_ids, rollout.trained
     places = [place for place in range(len(ids)) if trained is None or trained[place]][before : before + count]
     if not places:

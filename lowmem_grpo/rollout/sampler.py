@@ -50,7 +50,7 @@ class Sampler:
         self, model: FastPeftModel, policy: Policy, tokenizer: PreTrainedTokenizerBase, memory: RunMemory,
         state: TrainerState, clock: Clock, engine: Engine, is_callers: bool, player: Player | None = None,
     ) -> None:
-        """`engine` samples first, and always if `is_callers` (user-supplied). `player` plays multi-turn episodes."""
+        """`engine` samples first, and alone if `is_callers` (user-supplied). `player` plays multi-turn episodes."""
         self.model, self.policy, self.tokenizer, self.memory = model, policy, tokenizer, memory
         self.state, self.clock, self.engine, self.is_callers, self.player = state, clock, engine, is_callers, player
         self.said = False  # True once the log says that the engine reports no finished groups

@@ -62,8 +62,8 @@ class Scoring:
         self, scorer: RewardScorer, settings: AdvantageSettings, state: TrainerState, clock: Clock | None = None,
         credit: EpisodeSettings | None = None,
     ) -> None:
-        """`settings` are the settings of advantages, `credit` those of credit per turn (None: no credit per turn).
-        Reward functions get `state`."""
+        """`settings` are for advantages, `credit` is for advantages per turn (None: no advantages per turn). Reward
+        functions get `state`."""
         self.credit = credit
         self.scorer, self.settings, self.state, self.clock = scorer, settings, state, clock or Clock()
         self.said_silent = False  # True once the log says that a completion got no reward from any function
@@ -140,7 +140,7 @@ class Scoring:
                 )
 
     def mark_unjudged(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
-        """Mark groups in which a required function returned None; return how often each required function did."""
+        """Mark groups in which a required function returned None; return how often each function did so."""
         missing = {name: [value is None for value in scores.returned[name]] for name in self.scorer.required}
         start = 0
         for group in groups:

@@ -40,7 +40,7 @@ class BaseModelPlayer:
             self.waiting[request.key] = (request, ask)
 
     def next_requests(self, busy: bool) -> list[Request]:
-        """Return the waiting questions of the temperature that is being decoded; see `Conversation`."""
+        """Return the waiting questions that have the current decoding temperature; see `Conversation`."""
         self.collect(not busy)
         keys = sorted(key for key, (_, ask) in self.waiting.items() if ask.temperature == self.temperature)
         taken = [self.waiting.pop(key) for key in keys]

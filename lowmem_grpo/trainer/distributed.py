@@ -39,13 +39,13 @@ GOOD = "The last checkpoint is good; start all of them again to go on from it"
 
 
 class RankError(RuntimeError):
-    """Another process failed, is lost, or called a different collective operation; the message says which."""
+    """Another process failed, cannot be reached, or called a different collective operation. The message says which."""
 
 
 class Heartbeat:
     """Writes a beat to the store every second, in a thread, and reads the other ranks' beats. So the ranks wait for a
     slow rank however long it takes, but an error names a rank that was killed, was stopped or cannot be reached. Only
-    the thread uses the store: if the store's process (first rank or launcher) is stopped, a call never returns."""
+    the thread calls the store: if the store's process (first rank or launcher) is stopped, calls never return."""
 
     def __init__(self, store: Any, place: Place, beat: float = BEAT, patience: float = PATIENCE) -> None:
         self.store, self.place, self.beat, self.patience = store, place, beat, patience
@@ -57,12 +57,12 @@ class Heartbeat:
         atexit.register(self.close)  # a thread inside torch at interpreter exit would abort the process
 
     def close(self, limit: float | None = None) -> None:
-        """Stop the beats, and wait for the thread, by default for `patience` seconds."""
+        """Stop the beats. Then wait for the thread, for at most `limit` seconds (None: `patience` seconds)."""
         self.ended.set()
         self.thread.join(limit or self.patience)
 
     def run(self) -> None:
-        """Beat until this rank closes or the run is broken. If the run is broken, tell the other ranks why."""
+        """Send beats until `close` is called or a rank fails. After a failure, tell the other ranks the reason."""
         with suppress(RuntimeError):  # the store has ended, with the process that holds it
             while not self.ended.wait(self.beat) and not self.broken:
                 self.exchange()
@@ -74,7 +74,7 @@ class Heartbeat:
                 left = self.store.add("left", 0)
 
     def exchange(self) -> None:
-        """Write this rank's beat, and read all ranks' beats. If the run is broken, read the reason too."""
+        """Write this rank's beat, and read all ranks' beats. If a rank has failed, read the reason too."""
         beats = [self.store.add(f"beat/{rank}", int(rank == self.place.rank)) for rank in range(self.place.count)]
         now = time.monotonic()
         self.seen = [old if old[0] == beat else (beat, now) for old, beat in zip(self.seen, beats, strict=True)]
@@ -122,7 +122,7 @@ class Ranks:
             self.here = machines.count(machines[self.rank])
 
     def mine(self, things: Sequence[T], cost: Callable[[T], float]) -> list[T]:
-        """Return this rank's share of `things` (the same in all ranks), in order. Shares cost about the same."""
+        """Return this rank's part of `things`, in order. All ranks pass the same `things`; parts have similar costs."""
         return list(things) if self.count == 1 else balanced(things, cost, self.count)[self.rank]
 
     def gather(self, what: str, own: T) -> list[T]:
@@ -139,7 +139,7 @@ class Ranks:
         return self.gather(what, make() if self.leads else None)[0]  # type: ignore[return-value] # it made one
 
     def meet(self, what: str, size: int = 0) -> list[int]:
-        """Wait until all processes make the call named `what`; return each process's `size`. Each may then exit."""
+        """Wait until all processes make the call named `what`; then any may exit. Return each process's `size`."""
         if self.count == 1:
             return [size]
         began, what = time.monotonic(), what[:NAME]
@@ -262,7 +262,7 @@ def ranks() -> Ranks:
 
 @cache
 def joined(place: Place) -> Ranks:
-    """Return the ranks once all processes of this launch have joined; RankError if they do not."""
+    """Wait until all processes of this launch have joined, and return the ranks. RankError if some do not join."""
     if place.count == 1:
         return Ranks(place)
     try:

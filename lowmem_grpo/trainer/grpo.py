@@ -1,4 +1,4 @@
-"""GRPO: the four verbs sample, score, forward_backward, optim_step; `rollout` and `update`; the loop is in loop.py."""
+"""The methods of GRPO: sample, score, forward_backward, optim_step; `rollout` and `update`. The loop is in loop.py."""
 
 import inspect
 import math
@@ -102,7 +102,7 @@ class GRPOTrainer(Trainer):
     def sample(
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[RolloutGroup]:
-        """Return `params.n` unscored rollouts of each prompt; call `on_group` for a prompt once it has all of them."""
+        """Return `params.n` unscored rollouts of each prompt. Call `on_group` when all of a prompt's are ready."""
         return self.sampler.sample(prompts, params, on_group)
 
     def renew_engine(self) -> None:
@@ -137,7 +137,7 @@ class GRPOTrainer(Trainer):
         return metrics | self.overlap.metrics(begun, groups)
 
     def split_steps(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
-        """Split the groups of one generation into those of each optimizer step."""
+        """Split the groups of one generation into one list for each optimizer step."""
         size = self.args.prompts_per_step
         return [groups[start : start + size] for start in range(0, len(groups), size)]
 
@@ -197,7 +197,7 @@ class GRPOTrainer(Trainer):
 
     @property
     def reward_processing_classes(self) -> list[Any]:
-        """The tokenizers of the reward models; None for each function."""
+        """One entry for each reward: the tokenizer of a reward model, or None for a function."""
         return [getattr(func, "tokenizer", None) for func in self.scorer.funcs]
 
 
@@ -208,8 +208,8 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def logs(function: Any) -> bool:
-    """Return whether a reward function takes `log_metric` or `log_extra`; True for callable objects, which may do
-    so."""
+    """Return whether a reward function takes `log_metric` or `log_extra`. For a callable object this is not checked:
+    the result is True."""
     named = inspect.signature(function).parameters if inspect.isfunction(function) else ["log_metric"]
     return "log_metric" in named or "log_extra" in named
 

@@ -56,7 +56,7 @@ class GRPOObjective(Objective):
         return LOSS_TYPES[self.config.loss_type].counts_generation
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        """Return the fields to compute before the steps. A single step's old log-probabilities are its current ones."""
+        """Return the rollout fields to compute before the steps. A single step computes `old_logprobs` itself."""
         wanted = {"old_logprobs": optimizer_steps > 1, "ref_logprobs": self.config.beta != 0,
                   "entropy": self.config.top_entropy_quantile < 1}
         return tuple(name for name, needed in wanted.items() if needed)
@@ -95,13 +95,13 @@ class GRPOObjective(Objective):
                 put_kl_in_reward(rollouts, self.config.beta)
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Return all rollouts except failed episodes, and except truncated ones if those are masked."""
+        """Return the rollouts without failed episodes and, if the settings mask them, without truncated completions."""
         masked = self.config.mask_truncated_completions
         return [rollout for rollout in rollouts
                 if not (rollout.failed or (masked and rollout.finish_reason == "length"))]
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Return the counted rollouts with nonzero advantage; with a KL term or an entropy bonus, all that count."""
+        """Return the counted rollouts: with a KL term or an entropy bonus all, else those with nonzero advantage."""
         everything = self.config.beta or self.entropy is not None
         return [rollout for rollout in self.counted(rollouts) if everything or rollout.has_signal]
 
@@ -132,7 +132,7 @@ class GRPOObjective(Objective):
         return self.correct_mismatch, self.stale, self.entropy_applied
 
     def rescaled(self, before: StepTotals, after: StepTotals) -> float:
-        """Return the ratio of any token's weight under the totals `after` to its weight under `before`."""
+        """Return the factor by which each token's weight changes if the totals change from `before` to `after`."""
         first, second = (
             LOSS_TYPES[self.config.loss_type].weights(
                 torch.ones((), dtype=torch.float64),
@@ -142,7 +142,7 @@ class GRPOObjective(Objective):
         return float(second / first)
 
     def measured(self, reducer: Reducer) -> dict[str, float]:
-        """Return the step's metrics, with percentiles over its tokens and the effective share of samples."""
+        """Return the step's metrics, with percentiles over its tokens, and the effective sample size as a share."""
         metrics = reducer.result()
         for name in ("ratio", "mismatch"):
             values = reducer.sampled(name)

@@ -134,7 +134,7 @@ class Learner:
         self.prepare_again = again if fields else None
 
     def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return copies of the groups with only the rollouts that have a gradient; an unjudged group has none."""
+        """Return copies of the groups without the rollouts that have no gradient. An unjudged group becomes empty."""
         return [replace(group, rollouts=[] if group.unjudged else self.objective.with_gradient(group.rollouts))
                 for group in groups]
 

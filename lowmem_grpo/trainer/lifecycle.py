@@ -81,8 +81,8 @@ class Journal:
 
 
 def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[tuple[RolloutGroup, Rollout]]:
-    """Return completions to print: with `unique` each prompt's best, of at most `count` prompts; else the first
-    `count`, or the best of the first prompt if `count` is None."""
+    """Return completions to print. With `unique`, these are the best ones of the first `count` prompts (None: of all
+    prompts). Without it, they are the first `count` completions (None: the first prompt's best one)."""
     if count is not None and not unique:
         return [(group, rollout) for group in groups for rollout in group.rollouts][:count]
     return [(group, max(group.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward))
@@ -90,8 +90,8 @@ def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[
 
 
 class FirstSteps:
-    """A callback, with the methods of transformers' TrainerCallback, that warns about rewards after the first step
-    and tells the time left after the second."""
+    """A callback, with the methods of transformers' TrainerCallback, that warns about rewards after the first step and
+    prints the estimated time left after the second."""
 
     def __init__(
         self, records: RunRecords, say: Callable[[str], None] | None = None, rewards: Mapping[str, float] | None = None
@@ -193,7 +193,7 @@ def load_checkpoint(trainer: TrlApi, wanted: bool | str) -> bool:
 
 
 def known_run(trainer: TrlApi) -> tuple[dict[str, Any], bool]:
-    """Return the folder's summary, and whether it is of this trainer's own run, stopped early and resumable."""
+    """Return the folder's summary, and whether it shows an unfinished run of this trainer that can be resumed."""
     known, state = trainer.records.known(), trainer.state
     mine = bool(trainer.began) and known.get("began") == trainer.began
     return known, mine and state.global_step < state.max_steps and bool(list_checkpoints(trainer.run_dir))

@@ -139,12 +139,12 @@ class Trainer(TrlApi):
         return mean_of(steps) | self.learner.guard.over(steps)
 
     def forward_backward(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Add the gradient of one optimizer step's loss over these groups; returns loss metrics."""
+        """Add the gradient of one optimizer step's loss over these groups, and return loss metrics."""
         self.learner.prepare(groups, 1, self.state.policy_version)
         return self.learner.forward_backward(groups)
 
     def optim_step(self) -> dict[str, float]:
-        """Apply the gradients, and move the KL reference if sync_ref_model says so; returns norm and learning rate."""
+        """Apply the gradients; update the KL reference if sync_ref_model says so. Return norm and learning rate."""
         self.notify("on_pre_optimizer_step")
         metrics = self.learner.optim_step()
         self.state.global_step += 1
@@ -246,7 +246,7 @@ class Trainer(TrlApi):
             self.save_state()
 
     def agree(self) -> None:
-        """Share each rank's signals and listeners' requests with all ranks; later signals wait for the next call."""
+        """Share each rank's signals and listeners' requests with all ranks. Later signals wait for the next call."""
         asked = self.ranks.gather("what is asked for", (self.interrupt.got, self.control))
         signals = [got for got, _ in asked if got is not None]
         if signals:
@@ -256,7 +256,7 @@ class Trainer(TrlApi):
         self.stops = bool(signals) or self.control.should_training_stop
 
     def follow(self, epoch: int) -> None:
-        """Notify the listeners if an epoch ended in this step; a listener may end the epoch, too."""
+        """End the epoch if a listener asked for it. Then notify the listeners if an epoch ended in this step."""
         if self.control.should_epoch_stop:
             self.control.should_epoch_stop = False
             self.source.end_epoch()
@@ -266,7 +266,7 @@ class Trainer(TrlApi):
             self.notify("on_epoch_begin")
 
     def due(self, before: int, epoch: int, every: int | None, strategy: str) -> bool:
-        """Return whether steps since `before` ended an epoch or the run ("epoch"), or passed a multiple of `every`."""
+        """Return whether an epoch or the run ended (strategy "epoch"), or a multiple of `every` came since `before`."""
         if strategy == "epoch":
             return int(self.state.epoch) > epoch or self.finished
         return strategy == "steps" and every is not None and self.state.global_step // every > before // every

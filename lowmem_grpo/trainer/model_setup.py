@@ -80,8 +80,8 @@ class Brought:
         return trained
 
     def of_earlier_trainer(self) -> FastPeftModel | None:
-        """Return the model with the LoRA of an earlier trainer (a notebook cell run twice), or None without one. Raise
-        ValueError if the earlier trainer had another peft_config."""
+        """Return the model with the LoRA of an earlier trainer (a notebook cell run twice); None if there was none.
+        Raise ValueError if the earlier trainer had another peft_config."""
         base = self.model.inner if isinstance(self.model, BareModel) else self.model
         trained, config = getattr(base, "__dict__", {}).get(TRAINED, (None, None))
         if trained is not None and config != self.peft_config:
@@ -98,7 +98,7 @@ class Brought:
         return False if self.settings.gradient_checkpointing is False else "auto"
 
     def moved(self, model: PeftModel) -> FastPeftModel:
-        """Return a PEFT model with its LoRA in our layers. The caller's model, which shares the base, gets them too."""
+        """Move a PEFT model's LoRA into our layers; return the new model. The caller's model shares these layers."""
         config, factors = plain_lora(model)
         base: Any = model.get_base_model()
         check_base(base)
@@ -240,8 +240,8 @@ def quantization(config: Any) -> dict[str, Any]:
 
 
 def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
-    """Return the settings and the tensors of the adapter "default". TypeError or ValueError if the model has another
-    adapter (not an idle one of ours), trains more than plain LoRA, or has layers that do not match its settings."""
+    """Return the settings and the tensors of the adapter "default". TypeError or ValueError if the model has other
+    adapters (a FastPeftModel may have idle ones), trains more than plain LoRA, or has layers unlike its settings."""
     names = list(model.peft_config)
     if names not in ([], [ADAPTER]) and not (isinstance(model, FastPeftModel) and model.active_adapters == [ADAPTER]):
         raise ValueError(f"the model has the adapters {names}; one is trained, named {ADAPTER!r}: delete the others "

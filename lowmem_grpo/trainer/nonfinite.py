@@ -57,7 +57,7 @@ class Flags:
 
     @torch.no_grad()
     def check_batch(self, batch: MicroBatch, logprobs: Tensor, loss: Tensor) -> None:
-        """Check log-probabilities (N,), fields and the loss; a bad loss with no other cause flags all rollouts."""
+        """Check log-probabilities (N,), the batch's FIELDS and the loss. If only the loss is bad, flag all rollouts."""
         fields, none = [getattr(batch, name) for name in FIELDS], torch.zeros_like(logprobs)
         rows = [logprobs, *(none if values is None else batch.at_trained(values) for values in fields)]
         wrong = torch.stack([values.isfinite().logical_not() for values in rows])
@@ -96,7 +96,7 @@ class Guard:
         return bool(bad)
 
     def passed(self, groups: list[RolloutGroup], flags: Flags) -> bool:
-        """Record the flags of a training pass over these groups; returns whether it met NaN or infinity."""
+        """Record the flags of a training pass over these groups; return whether the pass met NaN or infinity."""
         self.groups += groups
         home = {id(rollout): group for group in groups for rollout in group.rollouts}
         bad = [BadRollout(home[id(rollout)], rollout, what) for rollout, what in flags.read()]
@@ -154,7 +154,7 @@ class Guard:
 
 
 def lines(step: int, bad: list[BadRollout], parameters: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the records of a step: its first WRITTEN rollouts, and the number of those left out."""
+    """Yield a step's records: the first WRITTEN bad rollouts, and then the number of those left out, if any."""
     for entry in bad[:WRITTEN]:
         group, rollout = entry.group, entry.rollout
         yield {"step": step, "what": ", ".join(entry.what), "prompt": prompt_text(group.row.get("prompt")),

@@ -22,7 +22,7 @@ PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter
 def own_or_made(
     optimizers: Any, parameters: list[nn.Parameter], config: TrainSettings, total_steps: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Return the user's (optimizer, schedule), or make them from the settings; TypeError or ValueError for bad ones."""
+    """Return the user's (optimizer, schedule), or make them from the settings; TypeError or ValueError if unfit."""
     if optimizers is None:
         optimizers = (None, None)
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
@@ -69,7 +69,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) ->
 
 
 def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether every step allocates memory, even with all states made, as torch's unfused AdamW does."""
+    """Return whether every step allocates memory, even once all states exist, as torch's unfused AdamW does."""
     if type(optimizer) is torch.optim.AdamW:
         return not optimizer.defaults["fused"]
     return device.type != "cuda" or not type(optimizer).__module__.startswith("bitsandbytes.")
@@ -119,7 +119,7 @@ class OptimizerCopy:
 
     @torch.no_grad()
     def copy_state(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Copy the current state. Returns False, and copies nothing, if the next step allocates nothing."""
+        """Copy the current state and return True. If the next step allocates nothing, return False without a copy."""
         if not self.each_step and all(self.optimizer.state.get(parameter) for parameter in parameters):
             self.buffer, self.copied, self.states = self.buffer.new_empty(0), [], []
             return False
@@ -132,7 +132,7 @@ class OptimizerCopy:
         return True
 
     def lay_out(self, tensors: list[Tensor]) -> None:
-        """Give each tensor a place in the buffer; the same tensors as in the last step keep their places."""
+        """Assign a part of the buffer to each tensor. Nothing changes if the tensors are those of the last step."""
         if list(map(id, tensors)) == [id(tensor) for tensor, _ in self.copied]:  # tensors are held, so no id is reused
             return
         starts = list(accumulate((-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors), initial=0))

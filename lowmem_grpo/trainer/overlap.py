@@ -39,7 +39,7 @@ class OverlappedTraining:
     def __init__(
         self, learner: Learner, scoring: Scoring, longest: int, plan: MemoryPlan | None = None, parallel: bool = False
     ) -> None:
-        """`longest` is the maximum completion length; `plan` bounds GPU memory; `parallel` trains in a thread."""
+        """`longest` is the maximum completion length; `plan` limits GPU memory; `parallel` trains in a thread."""
         self.learner, self.scoring, self.longest, self.plan = learner, scoring, longest, plan
         self.policy, self.state, self.clock = learner.policy, scoring.state, scoring.clock
         self.worker = ThreadPoolExecutor(1, "train while sampling") if parallel else None
@@ -85,7 +85,7 @@ class OverlappedTraining:
         self.join_worker()
 
     def join_worker(self) -> None:
-        """Wait for the worker's current micro-batch; leave those that the worker has not begun to the update."""
+        """Wait for the worker's current micro-batch. The update trains those that the worker has not begun."""
         with self.dropping_on_error():
             self.batches.extendleft([batch for batch, job in reversed(self.jobs) if job.cancel()])
             self.collect_jobs(wait=True)
@@ -121,8 +121,8 @@ class OverlappedTraining:
         self.batches += pack(self.learner.trained_groups(ready), tokens, limits.sequences, limits.spread)
 
     def begin_gradient(self, count: int) -> StepAccumulator:
-        """Begin a gradient for prompts with `count` completions each, and note the conditions for using it. The loss is
-        divided by guessed totals, because the step's tokens are known only once all groups are sampled."""
+        """Begin a gradient for prompts with `count` completions each. Store the conditions on which it may be used. The
+        loss is divided by guessed totals, because the step's tokens are known only once all groups are sampled."""
         objective = self.learner.objective
         objective.start_update([], self.state.policy_version)
         self.policy.differing_routes()  # clears the counts of earlier passes
@@ -170,7 +170,7 @@ class OverlappedTraining:
             self.learner.add(batch.to(self.policy.device), self.totals, self.partial)
 
     def collect_jobs(self, wait: bool) -> None:
-        """Remove the finished jobs, or wait for all that were begun; raises the error of a failed job."""
+        """Remove the finished jobs, after waiting for all jobs if `wait` is True. Raise the error of a failed job."""
         for _, job in self.jobs:
             if not job.cancelled() and (wait or job.done()):
                 job.result()
@@ -178,7 +178,7 @@ class OverlappedTraining:
 
     @contextmanager
     def dropping_on_error(self) -> Iterator[None]:
-        """On an error inside, drop the gradient: the update then trains all groups, and raises an error that recurs."""
+        """On an error inside, drop the gradient. The update then trains all groups; an error that recurs is raised."""
         try:
             yield
             return

@@ -183,8 +183,8 @@ def lengths(config: GRPOConfig, context: int) -> tuple[int, int]:
 
 
 def first_engine(trained: TrainedModel, config: GRPOConfig, own: Engine | None = None) -> Engine:
-    """Return the caller's engine, or the model's own. TypeError if the caller's lacks something, ValueError if the
-    `vllm` settings do not match it."""
+    """Return the caller's engine, or the model's own. TypeError if the caller's engine lacks an attribute; ValueError
+    if the `vllm` settings do not match the engine."""
     prompts, keeper = len(trained.ranks.place.share(config.prompts_per_generation)) or 1, trained.model.loaded.keeper
     keeper.expect(prompts * config.num_generations)
     if own is not None:

@@ -166,7 +166,7 @@ class Play:
         self, model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams,
         adapter: Any = None, together: int = TOGETHER, settings: Mapping[str, Any] | None = None,
     ) -> Answers:
-        """Answer rows by playing episodes; return what `assessment.answer` does. `settings` override the object's."""
+        """Answer rows by playing episodes; return what `assessment.answer` does. `settings` override this object's."""
         groups: list[RolloutGroup] = []
         player = self.player(model, params, settings or {})
         with adapter_for(model.inner, as_request(adapter)):

@@ -58,8 +58,8 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
 
 
 def may_keep(model: FastPeftModel, config: TrainSettings) -> str:
-    """Return "auto" if the plan may exempt layers from checkpointing, else "". It may if the user left checkpointing to
-    the plan, and nothing is trained while sampling, because the sampler needs that memory."""
+    """Return "auto" if the plan may exempt layers from checkpointing, else "". The plan may do so if the user left
+    checkpointing to it, and nothing is trained while sampling, because the sampler needs that memory."""
     beside = getattr(config, "train_while_sampling", False)
     return "auto" if model.loaded.auto and config.gradient_checkpointing is None and not beside else ""
 
@@ -100,9 +100,9 @@ def plan_memory(
     model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, length: str, ranks: Any,
     engine: Engine | None = None, reward_models: Sequence[RewardModel] = (),
 ) -> tuple[RunMemory, PhasePeaks]:
-    """Return a run's memory bounds, with advice if memory runs out, and the peaks of its phases. On a GPU the plan
-    bounds micro-batches. MemoryError if the host has no room for offloaded layer inputs. `length` names the setting
-    that bounds sequences, `engine` is None for a trainer that does not sample, `reward_models` are loaded already."""
+    """Return a run's memory limits, with advice if memory runs out, and the peaks of its phases. On a GPU the plan
+    limits micro-batches. MemoryError if the host has no room for offloaded layer inputs. `length` names the setting
+    that limits sequences, `engine` is None for a trainer that does not sample, `reward_models` are loaded already."""
     four_bit = bool(getattr(policy.base, "is_loaded_in_4bit", False))
     shorter = f"a lower {length} (now {getattr(config, length) or context})"
     name = "transformers" if engine is None else engine.name
@@ -139,8 +139,8 @@ def plan_training(
     memory: RunMemory, model: FastPeftModel, config: TrainSettings, policy: Policy, engine: str, context: int,
     **own: Any,
 ) -> MemoryPlan | None:
-    """Plan a run on its GPU and bound its micro-batches; return None without a plan. `own` overrides RunSettings.
-    MemoryError if the host has no room for the offloaded layer inputs."""
+    """Plan a run on its GPU, and limit its micro-batches by the plan. Return None if there is no plan. `own` overrides
+    fields of RunSettings. MemoryError if the host has no room for the offloaded layer inputs."""
     own["keeps_reference"] = bool(policy.reference_adapter)
     if config.gradient_checkpointing is not False:
         checkpoint_again(model)
@@ -166,7 +166,7 @@ def plan_training(
 
 
 def bind(bound: BatchLimit, run_plan: MemoryPlan, config: TrainSettings) -> None:
-    """Let only the plan bound micro-batches; warn if the user may expect `per_device_train_batch_size` to do so."""
+    """Let the plan alone limit micro-batches; warn if the user may expect `per_device_train_batch_size` to do so."""
     bound.planned, bound.spread = run_plan.settings.max_tokens, run_plan.limits.spread
     size = config.per_device_train_batch_size
     if size < config.completions_per_step:

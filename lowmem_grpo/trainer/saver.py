@@ -41,7 +41,7 @@ class Saver:
         self.first = deepcopy((self.snapshot(), *states))
 
     def save(self) -> Path:
-        """Write a checkpoint, if this rank writes, and delete the oldest beyond `save_total_limit`, except the best."""
+        """Write a checkpoint in one rank only. Delete the oldest ones above `save_total_limit`, but not the best."""
         self.records.flush()
         folder = self.run_dir / f"checkpoint-{self.state.global_step}"
         self.note_best(folder)
@@ -83,7 +83,7 @@ class Saver:
             state.best_metric, state.best_global_step = metrics[name], state.global_step
 
     def load_best(self) -> bool:
-        """Load the weights of the best checkpoint into the adapter; returns False if there is none."""
+        """Load the weights of the best checkpoint into the adapter. Return False if there is no such checkpoint."""
         best = self.state.best_model_checkpoint
         if best is None:
             logger.warning("load_best_model_at_end: no checkpoint was evaluated, so the adapter stays as it is")
@@ -174,7 +174,7 @@ class Saver:
                 "keeps_reference": self.learner.policy.reference_adapter is not None}
 
     def restore_reference(self, folder: Path, saved: dict[str, Any]) -> None:
-        """Restore the KL reference unless the saved run had none. In older checkpoints, it is the base model."""
+        """Restore the KL reference if the saved run had one. A checkpoint without its file means the base model."""
         policy = self.learner.policy
         if policy.reference_adapter is not None and saved.get("keeps_reference", True):
             policy.reference_adapter = checkpoint.load_reference(folder, self.model)

@@ -171,7 +171,7 @@ class SFTTrainer(Trainer):
         return as_groups(self.source.take(self.args.batch_size), self.state.policy_version)
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """Run one optimizer step on these rows; returns its metrics."""
+        """Run one optimizer step on these rows, and return its metrics."""
         metrics = super().update(groups, at_most)
         completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
         self.state.epoch = self.source.epoch

@@ -22,7 +22,7 @@ class StepAccumulator:
         self.facts: dict[int, tuple[Any, ...]] = {}  # `facts_of` the groups that were trained while sampling
 
     def holds(self, group: RolloutGroup) -> bool:
-        """Return whether the group was trained while sampling, even if it lacks its rollouts without gradient now."""
+        """Return whether the group was trained while sampling. `group` may lack its rollouts that have no gradient."""
         return any(id(rollout) in self.facts for rollout in group.rollouts)
 
     def add(self, batch: MicroBatch, out: LossOutput) -> None:
@@ -112,7 +112,7 @@ class Gradients:
         self.held = [(p, p.grad, None if p.grad is None else p.grad.to("cpu", copy=True)) for p in parameters]
 
     def restore(self) -> None:
-        """Restore the same tensors with the same values; parameters that had no gradient have none."""
+        """Give each parameter its captured gradient again: the same tensor and values, or None if it had none."""
         for parameter, gradient, copy in self.held:
             if gradient is not None and copy is not None:
                 gradient.copy_(copy)

@@ -159,7 +159,7 @@ class TrajectoryTrainer(Trainer):
                 "tokens_per_second": tokens / max(now - began, 1e-9)}
 
     def to_check(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups with only the rollouts that can match the trainer: of this policy, at its temperature."""
+        """Return the groups with only the rollouts of the current policy whose turns are all `exact` (see `Turn`)."""
         version = self.state.policy_version
         return [replace(group, rollouts=[rollout for rollout in group.rollouts if all(
             turn.exact and turn.policy_version == version for turn in rollout.turns)]) for group in groups]
@@ -189,7 +189,7 @@ class NoPrompts:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Do nothing: older checkpoints hold a state."""
+        """Do nothing. Checkpoints of older versions contain a state, which is ignored."""
 
     def end_epoch(self) -> None:
         """Do nothing: groups that the caller passes have no epochs."""

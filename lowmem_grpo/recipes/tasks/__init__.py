@@ -32,7 +32,7 @@ def distinct(
     fruitless: int = FRUITLESS,
 ) -> Iterator[T]:
     """Yield different problems of one split, drawn with a seed; `text` identifies a problem, and `draw` may return
-    None. ValueError if `fruitless` draws in a row give no new problem; then none is assumed to be left."""
+    None. ValueError if `fruitless` draws in a row give no new problem, since probably none is left."""
     check_split(split)
     rng = random.Random(f"{split}-{seed}")
     seen: set[str] = set()

@@ -160,7 +160,7 @@ def look_over(subject: Subject) -> list[Finding]:
 
 def before_training(trainer: Any) -> None:
     """Check a run at the start of `train()`: raise PreflightError for errors, log a warning for each other problem. The
-    live view says so if nothing is wrong, and on a known card it shows the estimated time of the run."""
+    live view says so if nothing is wrong, and on a card with a data sheet it shows the estimated time of the run."""
     if not trainer.args.preflight:
         return
     began = time.monotonic()

@@ -107,7 +107,7 @@ def look_at_versions(checkup: Checkup) -> None:
 
 
 def absent(name: str) -> str:
-    """Return the version text of a library that is not installed. This package may be used uninstalled."""
+    """Return the text to show as the version of a library (or of this package) that is not installed."""
     if name == PACKAGE:
         return f"{__version__} (not installed: used from its folder)"
     return "missing" if name in NEEDED else "not installed"
@@ -125,7 +125,7 @@ def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
 
 
 def look_at_imports(checkup: Checkup) -> set[str]:
-    """Import each library of TRIED, but those that need torch only if torch works; return the names of broken ones."""
+    """Import each library of TRIED; skip those that need torch if torch is broken. Return the unusable ones' names."""
     broken: set[str] = set()
     for name in TRIED:
         if (name in ON_TORCH and "torch" in broken) or checkup.versions[name] == absent(name):

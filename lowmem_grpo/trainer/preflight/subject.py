@@ -22,7 +22,7 @@ SECONDS = 1.0  # after LEAST_ROWS, no more rows are read once this time has pass
 
 @dataclass(frozen=True)
 class LookedAt:
-    """A row and its encoded prompt, or the reason or error why it has none."""
+    """A row with its encoded prompt, or with the reason or the error that explains why it has no prompt."""
 
     row: dict[str, Any]
     index: int  # in the dataset
@@ -149,7 +149,7 @@ class Subject:
         return sample_rows(*(rows.rows, encoder.inner) if isinstance(rows, PackedRows) else (rows, encoder))
 
     def template_sample(self) -> RowSample:
-        """Return a row to try the chat template with."""
+        """Return a sample of one made-up row, to try the chat template with."""
         encoder = PromptEncoder(self.tokenizer, self.context - 1, self.args.chat_template_kwargs)
         return sample_rows([{"prompt": [{"role": "user", "content": "A task of the caller's."}]}], encoder)
 

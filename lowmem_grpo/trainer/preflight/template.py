@@ -27,7 +27,7 @@ RESULT = "The result is 42."
 
 @dataclass(frozen=True)
 class Transition:
-    """A transition between two turns: the policy's text, its number of tool calls, and whether its turn was cut."""
+    """A transition between two turns: the policy's text, its number of tool calls, and whether a limit cut it off."""
 
     name: str
     said: str
@@ -80,8 +80,8 @@ def tried(renderer: Renderer, transition: Transition) -> Tried:
 
 def appends(renderer: Renderer, transition: Transition) -> bool:
     """Return whether a conversation that ends with the environment's replies renders as the prompt, the policy's text
-    and then the replies. The policy's text is the answer as rendered when it is the last message. The same text without
-    its empty thought is accepted too."""
+    and then the replies. The policy's text is the answer as rendered when it is the last message. An answer that loses
+    only an empty thought counts as the same text."""
     template = renderer.template
     before = [QUESTION, thought_apart(answer(transition), template.source)]
     prompt = template.text([QUESTION])
@@ -208,7 +208,7 @@ def endless(subject: Subject) -> Iterator[Finding]:
 
 
 def answers(example: Example) -> list[list[int]]:
-    """Return the runs of consecutive trained tokens."""
+    """Return each sequence of consecutive trained tokens."""
     trained = example.trained or [True] * len(example.completion_ids)
     runs = groupby(zip(trained, example.completion_ids, strict=True), lambda pair: pair[0])
     return [[token for _, token in run] for counts, run in runs if counts]
