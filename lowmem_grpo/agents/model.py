@@ -30,7 +30,7 @@ class Model(BaseModel, Generic[ConfigT]):
     """A model that is prompted and not trained, for example to compare with. openai's own client requests it as
     `inference_model_name` (by default its name) at `inference_base_url` with `inference_api_key`.
 
-    Without a URL the requests go to OpenAI, and without a key either, the client reads OPENAI_API_KEY. `config` is
+    Without a URL the requests go to OpenAI; if there is no key either, the client reads OPENAI_API_KEY. `config` is
     free for the program's use."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())

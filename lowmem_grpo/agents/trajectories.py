@@ -209,7 +209,8 @@ def failure_of(failure: Any) -> FailedRollout | Mapping[str, Any]:
 
 
 def tokens_of(choice: Choice) -> int | None:
-    """Return a choice's number of tokens: as the model's own client gives it, else that of its logprobs, else None."""
+    """Return a choice's number of tokens, as the model's own client states it, or else as its logprobs show it. None if
+    neither is there."""
     said = (choice.model_extra or {}).get("completion_tokens")
     logged = choice.logprobs and (choice.logprobs.content or choice.logprobs.refusal)
     return said if isinstance(said, int) else len(logged) if logged else None

@@ -158,7 +158,7 @@ class EnvSpecs:
         return answer
 
     def asking(self, messages: list[Message]) -> list[int]:
-        """Return the prompt (P,) that asks the base model these messages, without tools. Text in them cannot become
+        """Return the prompt (P,) that puts these messages to the base model, without tools. Their text cannot become
         special tokens."""
         if self.other is None:
             prompt = [] if self.tokenizer.chat_template else ""

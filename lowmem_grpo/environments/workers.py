@@ -101,8 +101,8 @@ class Workers:
             self.done.put(job)
 
     def collect(self, wait: bool) -> list[WorkerJob]:
-        """Return jobs that are done, or late with a LateError, in no particular order; with `wait`, at least one if
-        any is running."""
+        """Return the jobs that are done, or late with a LateError, in no particular order. With `wait`, return at least
+        one job if any is running."""
         jobs: list[WorkerJob] = []
         began = time.monotonic()
         while not jobs and self.running:
@@ -115,7 +115,8 @@ class Workers:
 
     def finished(self, wait: bool) -> list[WorkerJob]:
         """Return the jobs that the threads have finished. With `wait`, wait at most PAUSE seconds for the first job,
-        and TOGETHER for each further one, because decoding their turns together costs little more."""
+        and at most TOGETHER seconds for each further one: decoding the turns of several jobs together costs little
+        more."""
         jobs: list[WorkerJob] = []
         try:
             while len(jobs) < len(self.running):

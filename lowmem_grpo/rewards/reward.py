@@ -84,8 +84,8 @@ class Reward(ABC):
 
 
 def check_settings(rule: Any, column: str | None, settings: dict[str, Any]) -> None:
-    """Raise ValueError for a setting that is not what the rule's annotation says, and for an invalid column name. A
-    rule with the argument `label` needs a column."""
+    """Raise ValueError for a setting whose value does not match the annotation of the rule's argument, and for an
+    invalid column name. A rule with the argument `label` needs a column."""
     kinds = getattr(rule, "__annotations__", {})
     for name, value in settings.items():
         if kinds.get(name) in OF_SETTINGS:

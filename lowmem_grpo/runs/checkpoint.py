@@ -171,7 +171,7 @@ def check_adapter(folder: Path, saved: dict[str, Tensor], held: dict[str, Tensor
 
 
 def check_scaling(saved: dict[str, Any], config: Any, folder: Path) -> None:
-    """Raise MismatchError if the checkpoint's LoRA settings scale the same tensors otherwise than the model's do."""
+    """Raise MismatchError if LoRA settings that scale the adapter differ between the checkpoint and the model."""
     for name in ("lora_alpha", "use_rslora", "alpha_pattern"):
         if (there := saved.get(name) or None) != ((here := getattr(config, name)) or None):
             raise MismatchError(f"{folder}: {name} is {there} in the checkpoint, {here} in the model, which scales the "
@@ -189,7 +189,8 @@ def tell_other_base(there: str | None, here: str | None, is_other: bool, folder:
 
 
 def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
-    """Delete and return all checkpoints but the newest `keep_last` (None: all), those in `keep`, and the last good."""
+    """Delete the checkpoints of a run, and return their paths. The newest `keep_last` (None: all), those in `keep`, and
+    the newest undamaged one stay."""
     folders = list_checkpoints(run_dir)
     kept = {path.resolve() for path in keep}
     old = [] if keep_last is None else folders[: max(len(folders) - keep_last, 0)]

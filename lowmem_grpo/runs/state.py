@@ -71,7 +71,7 @@ class TrainerControl:
     should_epoch_stop: bool = False
 
     def taken(self) -> "TrainerControl":
-        """Return a copy, and clear the requests that hold for one step only."""
+        """Return a copy of this control, then clear those of its requests that hold for one step only."""
         asked = replace(self)
         self.should_save = self.should_log = self.should_evaluate = False
         return asked

@@ -100,8 +100,8 @@ class TokenLimit:
 
     def cut(self, text: str) -> str:
         """Return the text if it has at most `most` tokens, else its head and tail around a note of what was left out.
-        However long the text is, only as much as could be kept is encoded. A lone surrogate, which no tokenizer
-        accepts, becomes a question mark."""
+        Of a long text, only the parts that may be kept are encoded. A lone surrogate, which no tokenizer accepts,
+        becomes a question mark."""
         text = HALF.sub("?", text)
         bound = min(MOST_CHARACTERS * self.most, len(text))
         with self.lock:

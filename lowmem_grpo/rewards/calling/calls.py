@@ -69,8 +69,8 @@ class Call:
 
     def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float,
                  groups: Sequence[int] = ()) -> None:
-        """`groups` are the indices of the groups in `lists`; empty for the whole batch. MissingColumnError if a
-        required argument is not available."""
+        """`groups` are the indices of the groups in `lists`; it is empty if they are the whole batch.
+        MissingColumnError if a required argument is not available."""
         self.name, self.completions = name, lists["completions"]
         self.own_limit = own_limit(func)
         self.limit = timeout if self.own_limit is None else self.own_limit
@@ -90,7 +90,8 @@ class Call:
         return self.func.func(**arguments)
 
     def run(self) -> None:
-        """Run in this thread, unless the call was cancelled; `future` gets the result or the error."""
+        """Run the function in this thread, and set `future` to its result or error. Do nothing if the call was
+        cancelled."""
         if not self.future.set_running_or_notify_cancel():
             return
         self.began = time.monotonic()
@@ -130,7 +131,7 @@ class Call:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """(begin, end) on the monotonic clock; the end is now if the call still runs."""
+        """(begin, end) on the monotonic clock. While the call runs, its end is the current time."""
         return self.began, self.ended or time.monotonic()
 
     @property

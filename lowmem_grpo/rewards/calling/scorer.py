@@ -98,7 +98,8 @@ class RewardScorer:
 
     @property
     def required(self) -> list[str]:
-        """The functions whose None leaves the whole group out of the step, without those of weight 0."""
+        """The functions with a weight other than 0 that are marked `required`. If such a function returns None for a
+        completion, the completion's whole group is left out of the step."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
         return [name for name, func, weight in named if weight and getattr(contract.unwrap(func), "required", False)]
 
@@ -198,7 +199,7 @@ def put_together(calls: list[Call], names: list[str], spans: dict[int, range]) -
 
 
 def put(values: list[Any], places: Sequence[int], parts: list[Any]) -> None:
-    """Write `parts` into `values` at these positions."""
+    """Write each of `parts` into `values`, at its position in `places`."""
     for place, part in zip(places, parts, strict=True):
         values[place] = part
 

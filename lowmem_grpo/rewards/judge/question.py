@@ -208,7 +208,7 @@ class Question:
 
     @property
     def is_open(self) -> bool:
-        """Whether the judge must be asked: not if a group has a single distinct answer."""
+        """Whether the judge must be asked. A comparison of a group with a single distinct answer needs no judge."""
         return not self.grouped or len(self.answers) > 1
 
     @property

@@ -160,7 +160,7 @@ class UrlJudge(Judge):
         return text
 
     def plain(self, said: object) -> str:
-        """Return one line of at most SHOWN printable characters, without the secrets."""
+        """Return the text of `said` as one line of at most SHOWN printable characters, without the secrets."""
         text = " ".join(self.hide(str(said)).split())[:SHOWN]
         return "".join(char if char.isprintable() else "?" for char in text)
 

@@ -72,8 +72,8 @@ def soft_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
 
 
 def keeps_softly(text: str) -> bool:
-    """Return whether </reasoning> is followed by <answer>, and later by </answer>. Only the first such pair is checked:
-    if no </answer> follows it, none follows a later one."""
+    """Return whether the text begins with <reasoning>...</reasoning><answer>, and </answer> comes later. Only the first
+    </reasoning><answer> is checked: if no </answer> follows it, none follows a later one."""
     joint = JOINT.search(text) if text.startswith("<reasoning>") else None
     return joint is not None and text.find("</answer>", joint.end()) >= 0
 

@@ -178,7 +178,8 @@ def equal_lists(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
 
 
 def equal_relations(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether two equations or inequalities have the same difference of sides; for equations, up to the sign."""
+    """Return whether left side minus right side is the same for both equations or inequalities. For equations, the two
+    differences may also have opposite signs."""
     if label.kind not in ("=", "<", "\\le", "\\ne") or any(inner.kind for inner in (*label.parts, *answer.parts)):
         return False
     sides = (answer.parts, answer.parts[::-1]) if label.kind in ("=", "\\ne") else (answer.parts,)
@@ -204,7 +205,8 @@ def equal_values(label: Tokens, answer: Tokens, ask: Ask) -> bool:
 
 
 def read_value(text: str) -> object:
-    """Return the number that joined tokens stand for; None if it is not a number, or has a leading zero (007)."""
+    """Return the number that `text`, made of joined tokens, stands for. None if it is not a number, or has a leading
+    zero (007)."""
     if re.search(r"(?<![0-9.])0[0-9]", text):
         return None
     return read_number(re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", text))
@@ -252,7 +254,8 @@ def unit_and_rest(tokens: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
 
 
 def starts_unit(token: str) -> bool:
-    """Return whether a unit or a scale word begins with this token; a single letter never, as it may be a variable."""
+    """Return whether a unit or a scale word begins with this token. A single letter never counts, as it may be a
+    variable."""
     return token in (TEXT, "%", "°", *CURRENCIES) or (len(token) > 1 and (token in UNITS or token in SCALES))
 
 

@@ -214,7 +214,7 @@ def value_of(text: str) -> Fraction:
 
 
 def power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Return a power of a whole number. ValueError if base or exponent is too large, or not whole."""
+    """Return `base` to the power `exponent`, for whole numbers. ValueError if either is not whole, or too large."""
     if not 0 < base < 10**6 or abs(exponent) > MAX_EXPONENT or base.denominator != 1 or exponent.denominator != 1:
         raise ValueError("beyond reason")
     return base ** int(exponent)

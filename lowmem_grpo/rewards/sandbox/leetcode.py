@@ -75,7 +75,8 @@ def names() -> dict[str, Any]:
 
 
 def for_tests(wanted: set[str], source: str) -> dict[str, Any]:
-    """Return those of a test's names that never come from the code: the helpers, and Python's modules."""
+    """Return the values of those names in `wanted` that tests do not take from the code under test. They are LeetCode's
+    helper functions and Python's modules. `source` is the test."""
     # a name that is called is a function of the code, even if a module has that name
     modules = {name: importlib.import_module(name) for name in wanted & set(MODULES) if f"{name}(" not in source}
     helpers = HELPERS | NODES if wanted & HELPERS.keys() else {}

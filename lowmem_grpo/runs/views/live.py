@@ -253,7 +253,8 @@ class TrajectoryView(LiveView):
         self.draws = False
 
     def line(self, logs: dict[str, float]) -> str:
-        """Return a step's line, without max_steps and time left if unknown; if it has no loss, the caller's metrics."""
+        """Return a step's line. If max_steps is unknown, it and the time left are left out. Without a loss, the line
+        has the caller's metrics."""
         if "loss" not in logs:
             own = (f"{name} {shown(name, value)}" for name, value in logs.items() if name not in ("step", "epoch"))
             return "  ".join([f"step {logs['step']:.0f}", *own])

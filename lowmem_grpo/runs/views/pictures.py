@@ -103,7 +103,8 @@ def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: st
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], title: str, form: str = "{:,.4g}") -> Picture:
-    """Draw a bar for each value of each group, with a label by `form`; values of the same name share a colour."""
+    """Draw a bar for each value of each group, labelled with the value in the format `form`. Values of the same name
+    share a colour."""
     longest = max((value for values in groups.values() for value in values.values()), default=0.0)
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
     colours = {name: LINES[place % len(LINES)] for place, name in enumerate(names)}

@@ -70,8 +70,8 @@ class EngineWorker:
     # Called from any thread
 
     def submit(self, call: Call) -> "Future[Turn]":
-        """Queue a call, and return a future of its turn; the future raises ValueError if the call cannot be decoded.
-        If the future is cancelled, a call already in the engine is still sampled to its end, and dropped."""
+        """Queue a call, and return a future of its turn; the future raises ValueError if the call cannot be decoded. If
+        the future is cancelled, a call already in the engine is still sampled to its end, but its result is dropped."""
         self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
         own, number = call.params.seed, next(self.numbers)
         call.seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
@@ -96,8 +96,8 @@ class EngineWorker:
         return job.future
 
     def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
-        """Return a future of the log-probs of each completion token and of the `count` likeliest tokens in its place.
-        One more forward pass computes them."""
+        """Return a future of the log-probs of each completion token, and of the `count` likeliest tokens at its
+        position. One more forward pass computes them."""
         return self.run(partial(self.look_again, call, turn, count), sleep=False)
 
     def close(self, timeout: float | None = None) -> None:

@@ -95,11 +95,12 @@ class RequestQueue:
     def take_calls(
         self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, expected: Round
     ) -> list[Call]:
-        """Return up to `most` calls of a `batch_key` (None: all); none if other items wait, unless these are the
+        """Return up to `most` calls of a `batch_key` (None: all). If other items wait, return no calls, except the
         `first` calls of a session.
 
-        With `wait`, block until any item waits. Then wait for as many calls as in the `expected` round, to decode them
-        together, while they arrive within a fraction of its seconds, and no other items wait."""
+        With `wait`, block until any item waits. Then wait until there are as many calls as in the `expected` round, to
+        decode them together. This second wait ends early if no call arrives for a fraction of the round's seconds, or
+        if another item arrives."""
         with self.changed:
             if wait:
                 self.changed.wait_for(lambda: self.lines or self.closed)
@@ -159,7 +160,8 @@ class EngineSession:
     def __init__(
         self, waiting: RequestQueue, batch_key: tuple[object, ...], keys: Keys, before: Round = NO_ROUND
     ) -> None:
-        """`before` is the widest round of earlier sessions, from which the next one's size is predicted."""
+        """`before` is the round with the most calls in earlier sessions. It predicts the size of this session's first
+        round."""
         self.waiting, self.batch_key, self.keys, self.number = waiting, batch_key, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this session with the most calls
         self.open: dict[int, Call] = {}
@@ -184,7 +186,8 @@ class EngineSession:
             call.future.set_result(turn_of(call, rollout))
 
     def fail(self, error: BaseException) -> None:
-        """Fail the calls in the engine with this error; if there are none, the waiting ones of the same `batch_key`."""
+        """Fail the calls in the engine with this error. If there are none, fail the waiting calls of the same
+        `batch_key`."""
         left = list(self.open.values()) or self.waiting.drain(self.batch_key)
         self.open.clear()
         logger.warning("%d calls failed with the engine: %s: %s", len(left), type(error).__name__, error)
@@ -211,7 +214,7 @@ class EngineSession:
 
     @property
     def expected(self) -> Round:
-        """The round that predicts the next one, if the engine decodes in rounds; else `NO_ROUND`."""
+        """The predicted calls and seconds of the next round; `NO_ROUND` if the engine does not decode in rounds."""
         if self.engine is None or self.engine.name == "vllm":
             return NO_ROUND
         return self.last if self.begun else self.before

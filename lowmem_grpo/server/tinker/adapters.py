@@ -259,8 +259,8 @@ class Adapters:
         flush(folder.parent)
 
     def restore(self, model_id: str, state: dict[str, Tensor]) -> None:
-        """Set factors and moments from a `state`, fresh moments if it has none, and drop gradients. ValueError if the
-        state does not fit the model's rank and layers."""
+        """Set factors and moments from a `state`, and drop gradients. If `state` has no moments, they start anew.
+        ValueError if the state does not fit the model's rank and layers."""
         held = self.held[model_id]
         shapes = {name: parameter.shape for name, parameter in held.parameters.items()}
         if {name: factor.shape for name, factor in state.items() if "/" not in name} != shapes:

@@ -38,7 +38,7 @@ class Served:
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A request with its body read."""
+    """A request whose body has been read."""
 
     owner: str  # the user of its key
     body: bytes

@@ -135,8 +135,8 @@ class Training:
             logger.error("%s was not answered: %s", asked.id, error)
 
     def kept(self, promise: str) -> "Future[None]":
-        """Return a future that is done once a promise is fulfilled. Get it before looking into the request store, which
-        may have the answer already."""
+        """Return a future that is done once a promise is fulfilled. Call this before looking into the request store, so
+        that an answer stored in between is noticed."""
         with self.lock:
             return self.told.setdefault(promise, Future())
 
