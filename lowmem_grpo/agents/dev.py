@@ -136,7 +136,7 @@ class ModelOptions:
         return self.adapt(bare)
 
     def adapt(self, model: Any) -> Any:
-        """Return a loaded model with its adapter or a new one, and set the tokenizer's chat template."""
+        """Return a loaded model with its adapter, or a new one if it has none. Set the tokenizer's chat template."""
         adapted = model if hasattr(model, "peft_config") else FastLanguageModel.get_peft_model(model, **self.lora)
         if self.chat_template is not None:
             adapted.loaded.tokenizer.chat_template = self.chat_template

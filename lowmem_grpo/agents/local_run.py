@@ -256,7 +256,7 @@ class LocalRun:
         await self.in_worker(partial(self.note, tally, split, at), sleep=False)
 
     def note(self, tally: Tally, split: str, step: int) -> None:
-        """Write the sums and means of the tallies of all ranks, or nothing if the tallies are empty."""
+        """Write the sums and means of the tallies of all ranks. If the tallies are empty, write nothing."""
         if line := Tally.total(self.ranks.gather(f"the log of {split}", tally)).of_split(split):
             self.trainer.note(line, step)
 

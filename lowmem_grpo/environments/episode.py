@@ -80,8 +80,7 @@ class Episode:
             self.ending = "context"
 
     def first(self, observation: list[Message]) -> list[int]:
-        """Start the conversation with the row's messages and an observation, and return its prompt (P,). Earlier
-        messages are dropped."""
+        """Restart the conversation with the row's messages and an observation, and return its prompt (P,)."""
         self.messages = joined(self.given, observation)
         # an observation may contain text like an end-of-turn token; only the dataset's messages are trusted with it
         self.trusted = sum(message is other for message, other in zip(self.messages, self.given, strict=False))
@@ -189,7 +188,7 @@ class Episode:
             self.go_on(answer.messages, answer.anew)
 
     def go_on(self, replies: list[Message], anew: bool = False) -> None:
-        """Make the next prompt from `replies`; with `anew`, leave out the earlier turns. If it does not fit, end the
+        """Make the next prompt from `replies`, with `anew` without earlier turns. If it is too long, end the
         episode."""
         kept, self.messages = self.messages, [*self.messages, *replies]
         if anew:

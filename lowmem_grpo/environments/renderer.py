@@ -47,7 +47,7 @@ class TurnBoundary:
 
 
 def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> TurnBoundary:
-    """Return the boundary before messages with these roles. RendererError if the template refuses or omits one."""
+    """Return the boundary before such messages. RendererError if the template refuses them, or leaves one out."""
     stand_ins = StandIns(template.marks, messages)
     words = [stand_ins.defused(message) for message in messages]
     words = [message | {"content": stand_ins.word(f"{at} {message['content']}")}
@@ -78,7 +78,7 @@ def answers(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Message]) -> TurnBoundary:
-    """Return the boundary in a conversation that the template renders; `said` is the rendered text after ANCHOR."""
+    """Return the boundary before `words` in made-up conversation `form`. `said` is the rendered text after ANCHOR."""
     before = answers(words)[form]
     called = "tool_calls" in before[-1]
     alone = behind_anchor(template.text_of_calls(before, generation=False))

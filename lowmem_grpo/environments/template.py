@@ -86,7 +86,7 @@ class StandIns:
         return [self.replaced(inner, marks) for inner in value] if isinstance(value, list) else value
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a rendered text, with each word replaced by the split text that it stands for."""
+        """Return the ids of a rendered text, with each stand-in word replaced by the split text that it stands for."""
         first, *rest = self.words.split(text)
         pieces = [first]
         for number, after in zip(rest[::2], rest[1::2], strict=True):

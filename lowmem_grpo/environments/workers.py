@@ -115,8 +115,7 @@ class Workers:
 
     def finished(self, wait: bool) -> list[WorkerJob]:
         """Return the jobs that the threads have finished. With `wait`, wait at most PAUSE seconds for the first job,
-        and at most TOGETHER seconds for each further one: decoding the turns of several jobs together costs little
-        more."""
+        and at most TOGETHER for each further one, as decoding the turns of several jobs together costs little more."""
         jobs: list[WorkerJob] = []
         try:
             while len(jobs) < len(self.running):

@@ -139,7 +139,7 @@ def check_for(model: nn.Module, folder: Path) -> None:
 
 
 def refuse_variants(config: LoraConfig, folder: Path, done: str) -> None:
-    """Raise AdapterError for DoRA or LoRA biases, which only sampling supports; `done` is "trained" or "merged"."""
+    """Raise AdapterError for DoRA or LoRA biases, which cannot be `done` ("trained" or "merged"), only sampled with."""
     if name := next((name for name in ("use_dora", "lora_bias") if getattr(config, name)), None):
         raise AdapterError(f"the adapter in {folder} has {name}=True, and only plain LoRA is {done} here. To sample "
                            f"with it, pass model.load_lora(FOLDER) to fast_generate; else {MERGE}")

@@ -78,7 +78,7 @@ def save_checkpoint(
 
 
 def save_adapter(folder: Path, save: Callable[[Path], None]) -> None:
-    """Let `save` write an adapter, and swap it in for an existing one; CheckpointError if the disk refuses."""
+    """Let `save` write an adapter, then put it in place of an existing one. CheckpointError if the disk refuses."""
     temp, free = folder.with_name(f".{folder.name}.tmp-{os.getpid()}"), free_bytes(folder)
     try:
         with removed_after(temp):
@@ -189,8 +189,7 @@ def tell_other_base(there: str | None, here: str | None, is_other: bool, folder:
 
 
 def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
-    """Delete the checkpoints of a run, and return their paths. The newest `keep_last` (None: all), those in `keep`, and
-    the newest undamaged one stay."""
+    """Delete all checkpoints but the newest `keep_last` (None: all), those in `keep` and the last good; return them."""
     folders = list_checkpoints(run_dir)
     kept = {path.resolve() for path in keep}
     old = [] if keep_last is None else folders[: max(len(folders) - keep_last, 0)]
@@ -206,7 +205,7 @@ def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
 
 
 def clean_leftovers(run_dir: Path) -> list[Path]:
-    """Remove or rename back the temporary folders of killed processes; return them. Call it before saving."""
+    """Remove the temporary folders of killed processes, or rename them back; return them. Call it before saving."""
     leftovers = sorted([*run_dir.glob(".checkpoint-*"), *run_dir.glob(f".{FINAL}.*")])
     for path in leftovers:
         name, _, kind = path.name[1:].partition(".")

@@ -98,7 +98,7 @@ class RunRecords:
         replace_text(self.run_dir / SUMMARY, json.dumps(finite(self.known() | summary), indent=2) + "\n")
 
     def known(self) -> dict[str, Any]:
-        """Return the content of summary.json; a broken file is renamed with a warning, and does not stop the run."""
+        """Return the content of summary.json. A broken file does not stop the run: it is renamed, with a warning."""
         path = self.run_dir / SUMMARY
         if not os.path.lexists(path):
             return {}

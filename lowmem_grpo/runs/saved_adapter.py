@@ -71,7 +71,7 @@ def inner_adapters(folder: Path) -> str:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return all folders checkpoint-{step} of a run, by ascending step, good or not."""
+    """Return all folders checkpoint-{step} of a run, damaged ones included, by ascending step."""
     steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run_dir.glob("checkpoint-*")}
     numbered = [(int(match[1]), path) for path, match in steps.items() if match]
     return [path for _, path in sorted(numbered)]

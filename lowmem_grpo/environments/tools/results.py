@@ -34,7 +34,7 @@ class ToolOutage(RuntimeError):  # noqa: N818, says what happened
 
 class FinalResult(str):
     """A text that a tool returns to end the episode, for example when it submits an answer. The policy gets no further
-    turn, but the other calls of the same turn are run. Elsewhere, as in TRL, it is an ordinary text."""
+    turn, but the other calls of the same turn are run. To other code, such as TRL, it is an ordinary text."""
 
 
 def refuse_images(content: Any, source: str) -> None:

@@ -90,8 +90,7 @@ class Call:
         return self.func.func(**arguments)
 
     def run(self) -> None:
-        """Run the function in this thread, and set `future` to its result or error. Do nothing if the call was
-        cancelled."""
+        """Call the function in this thread, and set `future` to its result or error. A cancelled call does nothing."""
         if not self.future.set_running_or_notify_cancel():
             return
         self.began = time.monotonic()

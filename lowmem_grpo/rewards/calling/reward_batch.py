@@ -30,9 +30,8 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
 
     def __init__(self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
                  clock: Clock | None = None) -> None:
-        """Of each entry of `prompts`, only its dataset row is used. `clock` measures the calls. Early calls get a copy
-        of `state` made now, because sampling changes its token counts. RewardError if any function needs a column that
-        no row has."""
+        """`prompts` are used only for their rows. `clock` measures the calls. Early calls get a copy of `state` made
+        now, because sampling changes its token counts. RewardError if any function needs a column that no row has."""
         self.rows = [prompt.row for prompt in prompts]
         self.columns, self.sizes = columns_of(self.rows), dict[int, int]()  # sizes: completions of each submitted group
         available = dict.fromkeys([*lists_of(scorer, [], self.columns), "trainer_state", "log_extra", "log_metric"])
@@ -98,8 +97,7 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
                 self.changed.notify_all()
 
     def next_calls(self) -> list[Call]:
-        """Return calls of all plain functions on the waiting groups. If no group waits, return [], which ends the
-        worker."""
+        """Return calls of all plain functions on the waiting groups. If no group waits, return [] to end the worker."""
         with self.changed:
             self.changed.wait_for(lambda: self.hurry or self.closed, LINGER)
             taken, self.waiting = self.waiting, []

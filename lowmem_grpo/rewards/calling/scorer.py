@@ -98,8 +98,7 @@ class RewardScorer:
 
     @property
     def required(self) -> list[str]:
-        """The functions with a weight other than 0 that are marked `required`. If such a function returns None for a
-        completion, the completion's whole group is left out of the step."""
+        """The `required` functions whose weight is not 0. Their None leaves the whole group out of the step."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
         return [name for name, func, weight in named if weight and getattr(contract.unwrap(func), "required", False)]
 

@@ -113,8 +113,7 @@ def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[st
 
 def failed(name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
            dataset: str = "dataset") -> Finding:
-    """Return the finding that a function failed, with its fix. `columns` are the columns of the data, which the message
-    calls `dataset`. `limit` and `allowed` are as in `findings_of`."""
+    """Return the finding that a function failed, with its fix. Messages name the data (`dataset`) and its `columns`."""
     if isinstance(error, TooLateError):
         severity = "error" if limit >= allowed else "warning"
         return Finding(severity, name, f"it did not return within {limit:g} s",

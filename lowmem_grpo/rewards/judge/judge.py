@@ -93,7 +93,7 @@ class Judge:
             self.cache.popitem(last=False)
 
     def end(self, now: Round) -> Round:
-        """Add the round to the meter, and return it. Warn once of each kind of trouble."""
+        """Add the round to the meter, and return it. Log one warning for each new kind of trouble."""
         self.meter.add(now)
         for trouble in now.troubles:
             if trouble.kind not in self.warned:
@@ -136,9 +136,8 @@ class JudgeReward(Reward):
         return self.settle(places, self.judge.rate([*asked]), call)
 
     def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Place]:
-        """Return (question, index) for each completion: `index` is its position among the question's answers. A group
-        is consecutive completions with the same prompt, and in episodes the same seed. Equal completions of a group are
-        shown once. TypeError without prompts."""
+        """Return (question, index among its answers) for each completion. A group is consecutive completions with the
+        same prompt, and in episodes the same seed. Its equal completions are shown once. TypeError without prompts."""
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
         nothing = [None] * len(texts)

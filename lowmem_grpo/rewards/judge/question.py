@@ -203,7 +203,7 @@ class Question:
 
     @property
     def mark(self) -> str:
-        """The mark on every line around the material: part of the hash, so that no text can contain it."""
+        """The mark in the lines around the material. It is part of the hash, so that no text can contain it."""
         return self.key[:12]
 
     @property

@@ -178,8 +178,7 @@ def equal_lists(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
 
 
 def equal_relations(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether left side minus right side is the same for both equations or inequalities. For equations, the two
-    differences may also have opposite signs."""
+    """Return whether left minus right side is the same in both relations. In equations its sign may be opposite."""
     if label.kind not in ("=", "<", "\\le", "\\ne") or any(inner.kind for inner in (*label.parts, *answer.parts)):
         return False
     sides = (answer.parts, answer.parts[::-1]) if label.kind in ("=", "\\ne") else (answer.parts,)
@@ -205,8 +204,7 @@ def equal_values(label: Tokens, answer: Tokens, ask: Ask) -> bool:
 
 
 def read_value(text: str) -> object:
-    """Return the number that `text`, made of joined tokens, stands for. None if it is not a number, or has a leading
-    zero (007)."""
+    """Return the number that a text of joined tokens means. None if it is not a number, or has a leading zero (007)."""
     if re.search(r"(?<![0-9.])0[0-9]", text):
         return None
     return read_number(re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", text))
@@ -254,8 +252,7 @@ def unit_and_rest(tokens: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
 
 
 def starts_unit(token: str) -> bool:
-    """Return whether a unit or a scale word begins with this token. A single letter never counts, as it may be a
-    variable."""
+    """Return whether a unit or scale word begins with this token. A single letter never does: it may be a variable."""
     return token in (TEXT, "%", "°", *CURRENCIES) or (len(token) > 1 and (token in UNITS or token in SCALES))
 
 

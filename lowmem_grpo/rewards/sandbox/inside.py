@@ -98,7 +98,7 @@ def limit(limits: dict[str, float]) -> None:
 
 
 class TextLoader(importlib.machinery.SourceFileLoader):
-    """A loader of a module from its source or syntax tree; a file could be changed before it is read."""
+    """A loader of a module from its source or syntax tree. A file could be changed before it is read."""
 
     def __init__(self, path: str, source: Any) -> None:
         super().__init__("", path)

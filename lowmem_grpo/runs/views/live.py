@@ -253,8 +253,7 @@ class TrajectoryView(LiveView):
         self.draws = False
 
     def line(self, logs: dict[str, float]) -> str:
-        """Return a step's line. If max_steps is unknown, it and the time left are left out. Without a loss, the line
-        has the caller's metrics."""
+        """Return a step's line; without a loss, the caller's metrics. Unknown max_steps and time left are omitted."""
         if "loss" not in logs:
             own = (f"{name} {shown(name, value)}" for name, value in logs.items() if name not in ("step", "epoch"))
             return "  ".join([f"step {logs['step']:.0f}", *own])

@@ -73,7 +73,7 @@ def fields_of(record: Record, kinds: dict[str, Any], longest: int) -> Record:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return whether a value has this type and, if a number, can be drawn."""
+    """Return whether a value has this type and, if it is a number, is small enough to be drawn."""
     return isinstance(value, kind) and (kind is not NUMBER or abs(value) < LARGEST)
 
 

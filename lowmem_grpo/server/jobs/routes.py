@@ -28,8 +28,7 @@ async def as_chat_errors() -> AsyncIterator[None]:
 
 
 def owner_of(request: Request) -> str | None:
-    """Return the user whose jobs a request may see, None for those of all users. ChatError for a key that may not use
-    jobs."""
+    """Return the user whose jobs a request may see (None: all users). ChatError if the key does not allow jobs."""
     user: User = request.scope["holder"]
     if not user.may(JOBS):
         raise ChatError(403, f"the key of {user.name} may not use jobs, which run programs on the server's machine; "

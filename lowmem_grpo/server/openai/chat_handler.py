@@ -130,7 +130,7 @@ class PendingCompletions:
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
 
     async def drawn(self, place: int) -> tuple[Turn, dict[str, Any] | None]:
-        """Await a call's turn, and OpenAI's logprobs if the request asks for them. ChatError if the call failed."""
+        """Await the turn of call number `place`, and OpenAI's logprobs if requested. ChatError if the call failed."""
         call, count, likeliest = self.calls[place], self.asked.likeliest, None
         try:
             turn = await asyncio.wrap_future(call.future)

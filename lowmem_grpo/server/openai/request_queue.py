@@ -98,9 +98,8 @@ class RequestQueue:
         """Return up to `most` calls of a `batch_key` (None: all). If other items wait, return no calls, except the
         `first` calls of a session.
 
-        With `wait`, block until any item waits. Then wait until there are as many calls as in the `expected` round, to
-        decode them together. This second wait ends early if no call arrives for a fraction of the round's seconds, or
-        if another item arrives."""
+        With `wait`, block until any item waits. Then wait for as many calls as in the `expected` round, to decode them
+        together; stop if another item comes, or if no call comes for a fraction of that round's seconds."""
         with self.changed:
             if wait:
                 self.changed.wait_for(lambda: self.lines or self.closed)
@@ -142,7 +141,7 @@ class Keys:
         return next(self.numbers)
 
     def number_of(self, call: Call, engine_session: int) -> int:
-        """Return the number of a call's conversation. A saved adapter, which may change, gets new ones per session."""
+        """Return the number of a call's conversation: a new one per session with a saved adapter, which may change."""
         if call.key is None:
             return self.new()
         name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else engine_session)
@@ -160,8 +159,7 @@ class EngineSession:
     def __init__(
         self, waiting: RequestQueue, batch_key: tuple[object, ...], keys: Keys, before: Round = NO_ROUND
     ) -> None:
-        """`before` is the round with the most calls in earlier sessions. It predicts the size of this session's first
-        round."""
+        """`before`, the round with the most calls in earlier sessions, predicts the size of the first one here."""
         self.waiting, self.batch_key, self.keys, self.number = waiting, batch_key, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this session with the most calls
         self.open: dict[int, Call] = {}
@@ -186,7 +184,7 @@ class EngineSession:
             call.future.set_result(turn_of(call, rollout))
 
     def fail(self, error: BaseException) -> None:
-        """Fail the calls in the engine with this error. If there are none, fail the waiting calls of the same
+        """Fail the calls in the engine with this error. If there are none, fail the waiting ones of this
         `batch_key`."""
         left = list(self.open.values()) or self.waiting.drain(self.batch_key)
         self.open.clear()

@@ -276,7 +276,7 @@ class Adapters:
 
 
 def one_each(datum: Datum) -> Cells:
-    """Return the targets of a datum with one target for each token as Cells of width 1."""
+    """Return the targets of a datum, if it has one target for each token, as Cells of width 1."""
     rows = torch.arange(len(datum.ids))
     return Cells(rows, torch.zeros_like(rows), datum.targets, datum.values["weights"], len(rows), 1)
 

@@ -173,8 +173,7 @@ class RequestStore:
         return [StoredModel(**with_settings(row)) for row in rows]
 
     def ask(self, asked: ModelRequest) -> ModelRequest | None:
-        """Store a request, or return the stored one that has its number. ValueError for a number too high or too
-        old."""
+        """Store a request, or return the stored one with its number. ValueError for a number too high or too old."""
         done = self.model(asked.model).done
         if not done - KEPT < asked.seq <= done + AHEAD:
             raise ValueError(f"seq_id is {asked.seq}; the last one that was answered is {done}, and at most {AHEAD} "

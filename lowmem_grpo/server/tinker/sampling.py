@@ -37,8 +37,7 @@ NONE = -99999.0  # the protocol's value for a log-probability that was not compu
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probabilities and top-k tokens of P prompt tokens. A token that was not scored has log-probability NaN, and
-    top-k tokens 0 with the log-probability NONE."""
+    """Log-probs and top-k tokens of P prompt tokens. Of tokens that were not scored: NaN, k times 0, k times NONE."""
 
     logprobs: Tensor  # (P,) float32
     ids: Tensor  # (P, k) int32, the likeliest ones in order
@@ -201,8 +200,7 @@ class SampleService:
         self.promises: dict[str, Promise] = {}  # by request id, the oldest first
 
     def ask(self, asked: SampleRequest, adapter: Path | None, owner: str) -> dict[str, Any]:
-        """Return the promise of a sample from a snapshot's folder, or the base model. A repeated `seq_id` gets the same
-        promise."""
+        """Return the promise of a sample from a snapshot's folder, or the base model; equal `seq_id`s share it."""
         name = f"{asked.sampling_session_id}:{asked.seq_id}"
         with self.lock:
             if name not in self.promises:
