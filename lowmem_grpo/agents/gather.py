@@ -47,7 +47,8 @@ async def gather_trajectory_groups(
 
 
 async def whole(group: Any, progress: Progress, after_each: AfterEach | None) -> list[TrajectoryGroup]:
-    """Await one group, and return it, or the result of `after_each`, as a list; an empty list if the group failed."""
+    """Await one group. Return the list of the groups that `after_each` makes of it, by default itself; [] if it
+    failed."""
     if isinstance(group, PendingGroup):
         group = await group
     elif is_awaitable(group):

@@ -105,8 +105,8 @@ class Model(BaseModel, Generic[ConfigT]):
         await self.backend().log(self, groups_of(trajectories or []), split, metrics=metrics, step=step)
 
     def share(self, things: Iterable[Thing]) -> list[Thing]:
-        """Return this process's share of a step's tasks: all of them in a single process, else (torchrun) a slice; the
-        sizes of the slices differ by at most one. Every process must call `train`, even if its slice is empty."""
+        """Return the part of a step's tasks that this process plays: all in a single process, else (torchrun) a slice.
+        The sizes of the slices differ by at most one. Every process must call `train`, even if its slice is empty."""
         items = list(things)
         return [items[index] for index in this_place().share(len(items))]
 

@@ -97,8 +97,7 @@ class Member:
                 "(reply.choices[0]), as a client of model.openai_client() or of model.serve() returns them")
 
     def read(self, number: int, history: History, chosen: bool) -> list[Turn]:
-        """Return the turns of a conversation. Messages before a turn that an earlier one contains are not added
-        again."""
+        """Return the turns of a conversation. Messages before a turn of an earlier one too are not added again."""
         entries = history.messages_and_choices  # messages, and choices of other models, have no turn id
         names = [getattr(entry, "turn", None) or None for entry in entries] if chosen else self.find(history)
         before = "" if number == 0 else f"additional_histories[{number - 1}]."
@@ -128,8 +127,7 @@ class Member:
         return names
 
     def show(self, said: list[Message], turn: Turn | None) -> None:
-        """Append messages to the replies of the last turn, or the last before `turn`; if there is none, to the
-        opening."""
+        """Append messages to the replies of the last turn (of the one before `turn`, if given), else to the opening."""
         shown = [*self.turns.values()]
         earlier = shown if turn is None else shown[:-1]
         (earlier[-1].replies if earlier else self.opening).extend(said)

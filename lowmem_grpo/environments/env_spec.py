@@ -30,7 +30,7 @@ class Factories:
     row's column `environment` picks one by name."""
 
     def __init__(self, value: Any) -> None:
-        """Call each factory once to check it; TypeError if one does not make an environment."""
+        """Call each factory once, as a check. TypeError if a factory does not make an environment."""
         self.several = isinstance(value, Mapping)
         factories: Mapping[str, Any] = value if isinstance(value, Mapping) else {"": value}
         if not factories or not all(callable(factory) for factory in factories.values()):

@@ -126,7 +126,7 @@ class Episode:
         return Request(self.key, self.ids, self.room, self.seeds(len(self.turns)))
 
     def add_turn(self, drawn: Rollout) -> Callable[[WorkerJob], Answer] | None:
-        """Add a sampled turn; return the work that answers it, for a worker, or None if it was the last turn."""
+        """Add a sampled turn. Return the function that a worker calls to answer it; None if the episode has ended."""
         turn = Turn(self.ids, drawn.completion_ids, drawn.rollout_logprobs, drawn.finish_reason, drawn.text,
                     drawn.policy_version, drawn.cached_tokens, state=self.state, routes=drawn.routes)
         self.turns.append(turn)
@@ -188,8 +188,7 @@ class Episode:
             self.go_on(answer.messages, answer.anew)
 
     def go_on(self, replies: list[Message], anew: bool = False) -> None:
-        """Make the next prompt from `replies`, with `anew` without earlier turns. If it is too long, end the
-        episode."""
+        """Make the next prompt from `replies` (`anew`: without earlier turns). If it is too long, end the episode."""
         kept, self.messages = self.messages, [*self.messages, *replies]
         if anew:
             ids = self.first(replies)

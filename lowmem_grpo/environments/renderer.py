@@ -97,7 +97,7 @@ def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Messag
 
 def split_at_end(template: ChatTemplate, shared: str, head: str) -> tuple[str, str]:
     """Return the text before the special token that ends a turn, and that token: the EOS token, or the last special
-    token that the template writes after an answer; if there is none, the first special token of the next message
+    token that the template writes after an answer. If it writes none, take the first special token of the next message
     (`<|user|>` in GLM 4)."""
     eos = template.tokenizer.eos_token
     tokens = list(special(template, shared)) or list(special(template, head))[:1]
@@ -176,7 +176,7 @@ class Renderer:
                             "other text", "set tokenizer.chat_template to one that does not look into messages")
 
     def seam(self, messages: Sequence[Message]) -> TurnBoundary:
-        """Return the boundary before such messages, cached by their shape."""
+        """Return the boundary before such messages, from a cache by role, and by which fields are empty."""
         shape = tuple((str(message["role"]), bool(message.get("name")), bool(str(message["content"]).strip()))
                       for message in messages)
         if shape not in self.seams:

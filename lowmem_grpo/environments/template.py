@@ -72,8 +72,8 @@ class StandIns:
         return f"{self.stem}{self.texts.index(text)}e"
 
     def defused(self, message: Message) -> Message:
-        """Return a message with its marks replaced; in assistant messages only special tokens, as templates read other
-        marks there, such as `<think>`."""
+        """Return a message with its marks replaced. In assistant messages, only special tokens are replaced, because
+        templates read other marks there, such as `<think>`."""
         answer = message["role"] == "assistant"
         marks = self.marks.of_special if answer else ANYTHING if self.whole else self.marks.of_every
         return {key: value if key == "role" else self.replaced(value, marks) for key, value in message.items()}

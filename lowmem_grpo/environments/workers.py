@@ -33,7 +33,7 @@ class WorkerJob:
         self.dropped = False  # True once the job is abandoned as late
 
     def call(self, function: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call a function as the job's next call, and await its result if that is awaitable; LateError if the await
+        """Call a function as the job's next call, and await its result if that is awaitable. LateError if the await
         takes more than `limit` seconds. `Workers.late` finds a synchronous call that takes too long."""
         self.doing = str(getattr(function, "__qualname__", type(function).__name__))
         self.deadline = time.monotonic() + self.limit
@@ -87,7 +87,7 @@ class Workers:
         return job
 
     def start_threads(self) -> None:
-        """Start threads until there is one per job, or `most`."""
+        """Start threads until there are as many as jobs, but at most `most`."""
         while self.threads < min(self.most, len(self.running)):
             self.threads += 1
             start_thread("environment", self.serve)

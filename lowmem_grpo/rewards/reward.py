@@ -112,8 +112,8 @@ class TextReward(Reward):
 
 
 class TokenReward(TextReward):
-    """A reward that applies its rule to each completion's token ids as they were sampled, without a chat template; for
-    an episode, to the ids that the policy sampled in all turns."""
+    """A reward that applies its rule to each completion's token ids as they were sampled, without a chat template. For
+    an episode, these are the ids that the policy sampled in all turns."""
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         if (ids := call.get("completion_ids")) is None:

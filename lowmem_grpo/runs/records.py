@@ -37,7 +37,7 @@ class RunRecords:
         self.lines: Counter[str] = Counter()  # lines of each file that this run wrote or kept
 
     def start_run(self) -> Path | None:
-        """Move the files of a previous run into a new folder in `earlier`, and return that folder; None if there are no
+        """Move the files of a previous run into a new folder in `earlier`. Return that folder, or None if there were no
         files."""
         self.lines.clear()
         earlier = self.run_dir / EARLIER

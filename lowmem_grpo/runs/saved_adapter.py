@@ -65,7 +65,7 @@ def check_adapter_folder(folder: Path) -> None:
 
 
 def inner_adapters(folder: Path) -> str:
-    """Return "; take A or B, which it holds", where A and B are adapters in folders of `folder`; "" without any."""
+    """Return "; take A or B, which it holds" if A and B are adapter folders in `folder`; "" if there are none."""
     inner = sorted(path.parent.name for path in folder.glob(f"[!.]*/{ADAPTER_FILE}"))
     return f"; take {' or '.join(inner)}, which it holds" if inner else ""
 

@@ -71,7 +71,7 @@ class TrainerControl:
     should_epoch_stop: bool = False
 
     def taken(self) -> "TrainerControl":
-        """Return a copy of this control, then clear those of its requests that hold for one step only."""
+        """Return a copy of this control, then clear the requests that apply to a single step only."""
         asked = replace(self)
         self.should_save = self.should_log = self.should_evaluate = False
         return asked
@@ -214,7 +214,7 @@ class Interrupt:
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a command stopped by this signal; 0 without one."""
+        """The exit status of a command that the received signal stopped; 0 if no signal came."""
         return 0 if self.got is None else 128 + self.got
 
 

@@ -34,7 +34,7 @@ def python_tool(isolation: str | None = None, limits: Limits | None = None) -> C
 
 
 def printed_by(code: str, sandbox: Sandbox) -> str:
-    """Run a program; return what it prints. ToolError if it fails or exceeds a limit, ToolOutage if none can run."""
+    """Run a program; return what it prints. ToolError if it fails or exceeds a limit, ToolOutage if it cannot run."""
     limits = sandbox.limits
     if fault := why_refused(code, limits.code_bytes) or too_large(code, "", limits.scratch_bytes):
         raise ToolError(f"the code was not run: {fault}")

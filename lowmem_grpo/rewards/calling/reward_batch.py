@@ -150,7 +150,7 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
 
     def scored(self, index: int) -> Scores | None:
         """Return the scores of group `index` while other groups are sampled; None if any score is missing or any call
-        failed. The lists begin with this group's completions. If its calls also scored other groups, theirs follow."""
+        failed. The lists begin with its completions; those of other groups that the same calls scored follow."""
         with self.changed:
             calls = [call for call in self.calls if index in call.groups and call.future.done()]
         if self.failed is not None or len(calls) < len(self.scorer.names):

@@ -117,7 +117,7 @@ class JudgeReward(Reward):
 
     def __init__(self, name: str, judge: Judge, rubric: str, rubric_column: str | None, reference: str | None,
                  score_range: tuple[float, float] | None = None) -> None:
-        """With `score_range`, each completion is judged alone; with None, side by side with the others of its group."""
+        """With a `score_range`, each completion is judged alone. With None, all of a group are judged together."""
         super().__init__(name, tuple(column for column in (rubric_column, reference) if column is not None))
         self.judge, self.rubric, self.rubric_column, self.reference = judge, rubric, rubric_column, reference
         self.grouped, (self.low, self.high) = score_range is None, score_range or (0.0, 1.0)

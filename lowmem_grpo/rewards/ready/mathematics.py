@@ -136,7 +136,7 @@ def depth(token: str) -> int:
 
 
 def two_values(tokens: Tokens) -> AnswerPart | None:
-    r"""Return the two values of an expression with one \pm; None if it has not exactly one."""
+    r"""Return the two values of an expression with exactly one \pm; None for any other expression."""
     if tokens.count("\\pm") != 1:
         return None
     place = tokens.index("\\pm")

@@ -90,8 +90,8 @@ def behind(text: str, mark: str) -> str | None:
 
 
 def stated(label: str) -> str:
-    r"""Return the answer in a label: the content of its last \boxed{...}, the text after its last ####, or the answer
-    in a sentence such as "The answer is 43."; else the label itself."""
+    r"""Return the answer that a label states: the content of its last \boxed{...}, the text after its last ####, or the
+    answer in a sentence such as "The answer is 43." A label without any of these is the answer itself."""
     if (marked := boxed(label) or behind(label, "####")) is not None:
         return marked
     sentences = STATED.findall(label)

@@ -106,7 +106,7 @@ class Dispatcher:
             self.queue.change(job, state=WAITING, why=f"{LOST}; it goes on from its last checkpoint", resume=True)
 
     def why_not(self, job: Job) -> str:
-        """Return why a job cannot start beside the running ones; "" if it can."""
+        """Return why a job must wait for running jobs; "" if the GPU has enough left for it."""
         live = self.queue.live()
         taken = sum(other.share for other in live)
         if job.share + taken < 1.000001:  # shares 0.3, 0.3 and 0.4 add up to one

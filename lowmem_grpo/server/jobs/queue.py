@@ -82,7 +82,7 @@ class JobQueue:
     """All jobs of a server. Thread-safe; each change is on the disk when its method returns."""
 
     def __init__(self, database: Database, folder: Path) -> None:
-        """`folder` holds one folder per job, named by the job's number."""
+        """`folder` contains a folder for each job, named by the job's number."""
         database.add([TABLE])
         self.database, self.folder = database, folder
 

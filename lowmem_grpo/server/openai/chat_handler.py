@@ -52,7 +52,7 @@ class ChatHandler:
         return self.histories.turn(name)
 
     def parent(self, name: str) -> str | None:
-        """Return the name of the turn that a turn continues; None if there is none."""
+        """Return the name of the turn that turn `name` continues; None if it continues no turn."""
         return self.histories.parent(name)
 
     async def create(
@@ -184,7 +184,7 @@ class PendingCompletions:
 
 
 class PendingChat(PendingCompletions):
-    """The answers to one chat request, each a turn of its conversation."""
+    """The answers to one chat request. Each becomes a turn of the request's conversation."""
 
     prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
     asked: ChatRequest

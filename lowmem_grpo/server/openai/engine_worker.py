@@ -70,8 +70,8 @@ class EngineWorker:
     # Called from any thread
 
     def submit(self, call: Call) -> "Future[Turn]":
-        """Queue a call, and return a future of its turn; the future raises ValueError if the call cannot be decoded. If
-        the future is cancelled, a call already in the engine is still sampled to its end, but its result is dropped."""
+        """Queue a call, and return a future of its turn, which raises ValueError if the call cannot be decoded. If the
+        future is cancelled, a call already in the engine is still sampled to its end, but its result is dropped."""
         self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
         own, number = call.params.seed, next(self.numbers)
         call.seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
@@ -88,8 +88,8 @@ class EngineWorker:
 
     def run(self, function: Callable[[], T], sleep: bool = True) -> "Future[T]":
         """Run a function (training, saving) in the worker's thread while no call is in the engine; return a future of
-        its result. The engine sleeps first, which frees its memory, unless `sleep` is false. Like `submit`, raises
-        RuntimeError in the worker's own thread: waiting there for the future would never end."""
+        its result. With `sleep`, the engine sleeps first, which frees its memory. RuntimeError if called in the
+        worker's thread, as in `submit`: waiting there for the future would never end."""
         self.check_elsewhere("call the function itself")
         job = WorkerTask(function, sleep)
         self.waiting.add(job)

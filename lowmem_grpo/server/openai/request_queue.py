@@ -177,15 +177,14 @@ class EngineSession:
         return []
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
-        """Set a finished completion as its call's result; drop it if the call was cancelled."""
+        """Give a finished completion to its call as the result. If the call was cancelled, drop the completion."""
         call = self.open.pop(key)
         self.back += 1
         if call.future.set_running_or_notify_cancel():
             call.future.set_result(turn_of(call, rollout))
 
     def fail(self, error: BaseException) -> None:
-        """Fail the calls in the engine with this error. If there are none, fail the waiting ones of this
-        `batch_key`."""
+        """Fail the calls in the engine with this error, or if there are none, the waiting calls of this `batch_key`."""
         left = list(self.open.values()) or self.waiting.drain(self.batch_key)
         self.open.clear()
         logger.warning("%d calls failed with the engine: %s: %s", len(left), type(error).__name__, error)

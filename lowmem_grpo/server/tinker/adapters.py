@@ -94,7 +94,7 @@ class Adapters:
     """Trains models by their ids. Not thread-safe. KeyError for an id that was not created."""
 
     def __init__(self, policy: Policy, packer: Packer, limits: Limits, offload: bool = False) -> None:
-        """`policy` holds a PEFT model, whose own adapter is never trained here."""
+        """`policy` holds a PEFT model. The adapter that this model already has is never trained here."""
         if not isinstance(policy.model, PeftModel):
             raise TypeError(f"the model is a {type(policy.model).__name__}; several adapters need a PEFT model")
         self.policy, self.packer, self.limits = policy, packer, limits
@@ -107,7 +107,7 @@ class Adapters:
         self.rest()
 
     def create(self, model_id: str, settings: LoraSettings) -> None:
-        """Create a model, in place of any other with the same id: A is drawn from the seed, B is zero."""
+        """Create a model: A is drawn from the seed, B is zero. It replaces any model that has the same id."""
         self.delete(model_id)
         name = f"client{next(self.numbers)}"  # an id may have dots, which no module's name can
         scope = Scope(finetune_attention_modules=settings.attention, finetune_mlp_modules=settings.mlp)

@@ -121,7 +121,7 @@ class RequestStore:
 
     def open_of(self, owner: str) -> tuple[int, int, bool]:
         """Return a user's number of unanswered requests, the bytes of all stored bodies, and whether one of these
-        requests is the next of its model, and so will be answered."""
+        requests is its model's next one, which will be answered soon."""
         totals = self.database.rows(
             "SELECT TOTAL(answer IS NULL) AS requests, TOTAL(LENGTH(body)) AS bodies, "
             "TOTAL(answer IS NULL AND seq = done + 1) AS next FROM tinker_models JOIN tinker_promises ON model = id "
@@ -129,7 +129,7 @@ class RequestStore:
         return int(totals["requests"]), int(totals["bodies"]), totals["next"] > 0
 
     def asked(self, model: str, seq: int) -> ModelRequest | None:
-        """Return the request of this number, without its body if that was deleted; None if there is no request."""
+        """Return the request of this number; None if there is none. Its body is left out if it was deleted."""
         row = self.database.row("SELECT kind, body FROM tinker_promises WHERE model = ? AND seq = ?", (model, seq))
         return None if row is None else ModelRequest(model, seq, row["kind"], row["body"] or b"")
 
