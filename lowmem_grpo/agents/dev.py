@@ -128,7 +128,7 @@ class ModelOptions:
 
     def load(self, base_model: str) -> Any:
         """Return the model with its adapter. By default vLLM samples if there is a GPU and vLLM is installed, and the
-        context is the model's own, at most CONTEXT."""
+        context length is the model's own, at most CONTEXT."""
         from torch import cuda
 
         usual = {"fast_inference": cuda.is_available(), "max_seq_length": context_of(base_model, self.loading)}
@@ -161,7 +161,7 @@ def taken_by(method: str) -> set[str]:
 
 
 def context_of(base_model: str, loading: Mapping[str, Any]) -> int | None:
-    """Return a model's context in tokens, at most CONTEXT; None if its config states none; CONTEXT without a config."""
+    """Return a model's context in tokens, at most CONTEXT. Without a config it is CONTEXT, without an entry None."""
     where = {name: loading.get(name) for name in ("revision", "token", "cache_dir")}
     folder = Path(find(base_model, **where, local_files_only=bool(loading.get("local_files_only"))))
     if not (folder / "config.json").is_file():

@@ -47,8 +47,7 @@ async def gather_trajectory_groups(
 
 
 async def whole(group: Any, progress: Progress, after_each: AfterEach | None) -> list[TrajectoryGroup]:
-    """Await one group. Return the list of the groups that `after_each` makes of it, by default itself; [] if it
-    failed."""
+    """Await one group. Return the groups that `after_each` makes of it, by default itself; [] if it failed."""
     if isinstance(group, PendingGroup):
         group = await group
     elif is_awaitable(group):

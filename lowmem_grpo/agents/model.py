@@ -222,7 +222,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
                                           **options)
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
-        """Delete all checkpoints except the newest and the best, by a metric that `model.log` wrote."""
+        """Delete all checkpoints except the newest, and the best one by a metric that `model.log` wrote."""
         await self.backend().run(self).delete_checkpoints(best_checkpoint_metric)
 
 

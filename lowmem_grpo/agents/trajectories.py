@@ -191,7 +191,7 @@ def members_of(
     members: Any, taker: str = "TrajectoryGroup takes a list of rollouts or trajectories",
     right: str = "TrajectoryGroup(rollout(model, task) for _ in range(8))",
 ) -> list[Any]:
-    """Return the members of a group, or several groups, as a list. TypeError (`taker`, `right`) for a single one."""
+    """Return `members` as a list. TypeError for a single member, which says what `taker` takes, and what is `right`."""
     if is_awaitable(members) or isinstance(members, BaseModel | str | Mapping) or not isinstance(members, Iterable):
         if hasattr(members, "close"):
             members.close()  # a coroutine that will not be awaited

@@ -176,7 +176,7 @@ class Renderer:
                             "other text", "set tokenizer.chat_template to one that does not look into messages")
 
     def seam(self, messages: Sequence[Message]) -> TurnBoundary:
-        """Return the boundary before such messages, from a cache by role, and by which fields are empty."""
+        """Return the boundary before such messages. It is cached by the messages' roles and empty fields."""
         shape = tuple((str(message["role"]), bool(message.get("name")), bool(str(message["content"]).strip()))
                       for message in messages)
         if shape not in self.seams:

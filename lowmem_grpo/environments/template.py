@@ -58,7 +58,7 @@ class StandIns:
     """Words that replace marks in untrusted text while a template renders the messages around it."""
 
     def __init__(self, marks: SpecialTokens, messages: Any, whole: bool = False) -> None:
-        """With `whole`, words replace all untrusted text, which is then encoded character by character."""
+        """With `whole`, stand-in words replace all untrusted text, which is then encoded character by character."""
         self.marks, self.whole, self.stem = marks, whole, STEM
         everything = repr(messages) + marks.template
         while self.stem in everything:

@@ -188,7 +188,7 @@ class VerifiedReward(Reward):
         return self.paid(verdicts, call)
 
     def say_unread(self, verdicts: list[Verdict], labels: list[Any]) -> None:
-        """Warn once if labels give no verdict. Missing labels do not count: they give none on purpose."""
+        """Warn once if labels give no verdict. Missing labels do not count, as they are meant to give none."""
         unread = [label for verdict, label in zip(verdicts, labels, strict=False)
                   if verdict is None and any(map(str, labels_of(label)))]
         if unread and not self.said_unread:

@@ -29,8 +29,8 @@ def accuracy_interval(right: Sequence[int], samples: int) -> tuple[float, tuple[
 
 
 def independent_answers(shares: Sequence[float], samples: int) -> float:
-    """Return the effective number of independent answers (Kish's effective sample size): P if all answers to a prompt
-    agree, up to P * samples if they differ as much as answers to different prompts."""
+    """Return the effective number of independent answers (Kish's effective sample size): P if the answers to each
+    prompt agree, up to P * samples if they differ as much as answers to different prompts."""
     prompts = len(shares)
     mean = sum(shares) / prompts
     if samples == 1 or prompts == 1:

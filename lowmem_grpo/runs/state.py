@@ -145,7 +145,7 @@ class Clock:
         self.seconds["generate"] -= seconds
 
     def metrics(self) -> dict[str, float]:
-        """Return the step time in seconds; and, as shares of it, each phase and the time hidden by sampling."""
+        """Return the step time in seconds, and shares of it: for each phase, and for the time hidden by sampling."""
         total = max(time.perf_counter() - self.started, 1e-9)
         shares = {f"time/{name}": seconds / total for name, seconds in self.seconds.items()}
         beside = {"time/tools": self.tools, "time/train_hidden": self.train_hidden}

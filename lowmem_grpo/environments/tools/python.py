@@ -54,7 +54,8 @@ def printed_by(code: str, sandbox: Sandbox) -> str:
 
 
 def started(code: str, sandbox: Sandbox) -> Worker:
-    """Return a process for the program. Tries twice, as resources may be short for a moment; then ToolOutage."""
+    """Return a process for the program. A second try is made, as resources may be short for a moment; then
+    ToolOutage."""
     try:
         try:
             return sandbox.start("program", code, stdin="")

@@ -57,8 +57,8 @@ class CallRecorder:
         self.values[name].append(MeanOf(number, value.count) if isinstance(value, MeanOf) else number)
 
     def weighted(self, name: str) -> list[tuple[float, float]]:
-        """Return (value, weight) for each value logged under a name. A MeanOf's weight is its `count`; the weight of a
-        plain number is the number of completions divided by the number of values under the name."""
+        """Return (value, weight) for each value logged under `name`. A MeanOf's weight is its `count`; the weight of a
+        plain number is the number of completions divided by the number of values under `name`."""
         values = self.values[name]
         return [(value, value.count if isinstance(value, MeanOf) else (self.num_completions or 1) / len(values))
                 for value in values]

@@ -113,7 +113,7 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
 
     def wait(self, groups: list[RolloutGroup]) -> float:
         """Wait until the early functions have scored all groups. Return the seconds before this wait in which at least
-        one call ran, at no cost in time. RewardError if a call failed or passed its time limit."""
+        one call ran: sampling hid them. RewardError if a call failed or passed its time limit."""
         for index, group in enumerate(groups):
             self.add_group(index, group.rollouts)  # groups that the engine has not reported
         with self.changed:

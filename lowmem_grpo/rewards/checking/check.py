@@ -175,7 +175,7 @@ def print_check(result: RewardCheck, console: Console | None = None) -> None:
 
 
 def fitting_table(result: RewardCheck, console: Console) -> Table:
-    """Return the table of functions. Columns named in DROPPED are left out as far as the terminal is too narrow."""
+    """Return the table of functions. Columns in DROPPED are left out one by one until it fits the terminal."""
     tables = (functions_table(result, DROPPED[:count]) for count in range(len(DROPPED)))
     fits = (table for table in tables if console.measure(table).maximum < console.width)
     return next(fits, functions_table(result, DROPPED))

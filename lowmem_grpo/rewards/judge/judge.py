@@ -29,7 +29,7 @@ Place = tuple[Question, int]  # a completion's question, and its number among th
 
 @dataclass
 class Meter:
-    """The cost of judging: the counts since a judge was created, or of one call of it."""
+    """The cost of judging, as counts: of all calls since a judge was created, or of a single call."""
 
     calls: int = 0  # questions that were asked; a retry does not count again
     cached: int = 0  # questions answered from the cache
@@ -216,10 +216,9 @@ def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = N
     """Return a reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
 
     Multi-turn episodes are compared as a whole, with the results of their tools. Identical completions are shown once
-    and get the same score; if all completions of a group are identical, the judge is not asked, and each gets 0.5, or 0
-    if it is empty. A group is consecutive completions with the same prompt, and for episodes the same seed. `reference`
-    and `rubric_column` work as in `judged`. The reward is None if the judge failed. After RULER (ART).
-    """
+    and get the same score. If all completions of a group are identical, the judge is not asked: each gets 0.5, or 0 if
+    it is empty. A group is consecutive completions with the same prompt, and for episodes the same seed. `reference`
+    and `rubric_column` work as in `judged`. The reward is None if the judge failed. After RULER (ART)."""
     return reward(name, judge, rubric, rubric_column, reference)
 
 

@@ -241,8 +241,8 @@ class Question:
 
 
 def compared(prompt: str, answers: Sequence[Any], rubric: str, reference: str | None = None) -> Question:
-    """Return the question that compares distinct answers, which are texts or transcripts. The lines with which all
-    transcripts begin are moved to the prompt."""
+    """Return the question that compares distinct answers, which are texts or transcripts. If all transcripts begin with
+    the same lines, these are moved to the prompt."""
     if isinstance(answers[0], str):
         return Question(prompt, tuple(answers), rubric, reference, grouped=True)
     least = min(map(len, answers))

@@ -158,7 +158,7 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
 
 
 def references(schema: Any) -> Iterator[dict[str, str]]:
-    """Yield the references in a schema (a `Resource`), except those inside a subschema that has its own `$id`."""
+    """Yield the references in a `Resource`'s schema, except those inside a subschema that has its own `$id`."""
     held = schema.contents if isinstance(schema.contents, dict) else {}
     yield from ({name: held[name]} for name in REFERENCES if isinstance(held.get(name), str))
     for part in schema.subresources():

@@ -67,7 +67,7 @@ def strict_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
 
 
 def soft_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
-    """Return 0.5 for each completion that begins with both blocks, with any line breaks and any text after; else 0."""
+    """Return 0.5 for each completion that begins with <reasoning>...</reasoning> and <answer>...</answer>, else 0.0."""
     return [0.5 if keeps_softly(text) else 0.0 for text in completion_texts(completions)]
 
 

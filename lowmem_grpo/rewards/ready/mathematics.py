@@ -118,7 +118,7 @@ def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
 
 def bracketed(tokens: Tokens) -> AnswerPart | None:
     """Return the part in the brackets that enclose all tokens, or None. A single value in parentheses becomes the value
-    itself, and a set of several values a list."""
+    itself; a set of several values becomes a list."""
     tokens = tokens[1:] if tokens[:1] == (TEXT,) else tokens
     depths = list(itertools.accumulate(map(depth, tokens)))
     if len(tokens) < 3 or 0 in depths[:-1] or depths[-1] or tokens[0] in ("\\lfloor", "\\lceil"):

@@ -77,7 +77,7 @@ def between(text: str, opening: str, closing: str) -> str | None:
 
 
 def after(mark: str) -> Place:
-    """Return a Place: the rest of the line after the last `mark`, such as GSM8K's "####". ValueError if it is empty."""
+    """Return a Place: the rest of the line after the last `mark`, such as GSM8K's "####". ValueError if empty."""
     if not isinstance(mark, str) or not mark:
         raise ValueError(f"after got the mark {mark!r}; give the characters that stand before the answer")
     return functools.partial(behind, mark=mark)

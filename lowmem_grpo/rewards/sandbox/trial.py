@@ -191,8 +191,7 @@ class Trial:
         return min(time.monotonic() + self.limits.seconds, self.ends)
 
     def serving(self) -> Worker:
-        """Return the code's process, started if needed. WorkerEnded if the code does not load; it is tried only
-        once."""
+        """Return the code's process, started if needed. WorkerEnded if the code, loaded only once, does not load."""
         if self.broken is not None:
             raise self.broken
         if "serve" not in self.workers:

@@ -86,7 +86,7 @@ def accuracies(models: Mapping[str, Answers]) -> Picture:
 
 
 def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: str | None = None) -> Picture:
-    """Draw a bar for each plan, by components in GiB, of the `phase` "train" or "rollout". ValueError for another
+    """Draw a bar for each plan: the GiB of its components in the `phase` "train" or "rollout". ValueError for another
     phase, or if `plans` is empty."""
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; allowed are {', '.join(PHASES)}")

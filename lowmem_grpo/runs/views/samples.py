@@ -42,8 +42,8 @@ def shown_sample(record: Record) -> Record:
 
 
 def shown_turns(turns: list[Record]) -> list[Record]:
-    """Return the shown part of an episode's turns: texts are cut to about `TEXTS * LONGEST` characters together, and
-    the middle turns are left out beyond `MOST_TURNS`."""
+    """Return the shown part of an episode's turns. Texts are cut to about `TEXTS * LONGEST` characters in all, and the
+    middle turns are left out beyond `MOST_TURNS`."""
     half = MOST_TURNS // 2
     numbered = [{"number": number, **turn} for number, turn in enumerate(turns, start=1)]
     kept = numbered if len(turns) <= MOST_TURNS else [*numbered[:half], *numbered[-half:]]

@@ -133,8 +133,8 @@ class Dispatcher:
 
 
 def wait_for_room(recipe: str, arguments: list[str]) -> None:
-    """Wait until this GPU has room for what a recipe's plan needs, if there are a GPU and PRESETS. The file PLANNED
-    says why it waits. SystemExit, with the plan's advice, if the run exceeds its share of an empty GPU."""
+    """Wait until this GPU has room for what a recipe's plan needs; do not wait without a GPU, or PRESETS in the recipe.
+    The file PLANNED says why it waits. SystemExit, with advice, if the run exceeds its share of an empty GPU."""
     if driver_version() is None:
         return
     import torch

@@ -95,7 +95,7 @@ class JobQueue:
         return self.one(int(made.lastrowid or 0))
 
     def one(self, number: int, owner: str | None = None) -> Job:
-        """Return the job of this number; with `owner`, only one of that user's. LookupError if there is none."""
+        """Return the job of this number. LookupError if there is none, or with `owner`, if it is another user's."""
         for job in self.where("id = ?", str(number)):  # as a text, since SQLite refuses very large numbers
             if owner in (None, job.owner):
                 return job

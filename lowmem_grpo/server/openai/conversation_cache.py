@@ -194,7 +194,7 @@ class ConversationCache:
     def dialect_for(
         self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None
     ) -> Dialect:
-        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError for one without calls."""
+        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if it has no calls."""
         kwargs = self.template_kwargs | dict(template_kwargs or {})
         key = canonical([tools or None, kwargs])
         if key not in self.dialects:

@@ -156,8 +156,8 @@ class EngineWorker:
         self.rounds.append(engine_session.widest)
 
     def awake(self) -> Engine:
-        """Return the engine. It is requested anew from the model if there is none, if it is vLLM (a process has only
-        one, which another model may have used), or if its `policy` is not the current one."""
+        """Return the engine. It is requested from the model if there is none yet, or if its `policy` is not the current
+        one. vLLM is always requested: a process has only one, which another model may have used."""
         now: Any = self.engine
         if now is None or (not self.given and (now.name == "vllm" or now.policy is not self.policy)):
             engine = self.model.engine(self.policy, self.tokenizer)

@@ -217,7 +217,7 @@ class EngineSession:
         return self.last if self.begun else self.before
 
     def enter(self, call: Call) -> Request:
-        """Add a call, and return its engine request; a key that is in use is replaced by a new one."""
+        """Add a call, and return its engine request. If its key is in use in the engine, it gets a new one."""
         key = self.keys.number_of(call, self.number)
         if key in self.open:
             key = self.keys.new()

@@ -221,7 +221,7 @@ class RunFollower:
         return from_summary(lambda summary: figures(rows, judged, summary), json_file(self.path / SUMMARY))
 
     def content(self, state: str = "") -> Record:
-        """Return the page's content from the records read so far. A `state` in `NOW` overrides the summary's."""
+        """Return the page's content from the records read so far. A `state` in `NOW` overrides the summary's status."""
         with self.lock:
             snapshot = RunSnapshot(
                 self.path.resolve().name, self.series.rows(), self.samples.samples(), self.judged.samples(),

@@ -139,7 +139,7 @@ class Adapters:
 
     @contextmanager
     def active(self, model_id: str) -> Iterator[ClientModel]:
-        """Make this model the active one, which alone gets gradients, inside the context."""
+        """Inside the context, make this model the active one: only its parameters get gradients."""
         held = self.held[model_id]
         self.model.set_adapter(held.adapter)
         try:
@@ -184,7 +184,7 @@ class Adapters:
         return logprobs, total
 
     def plain(self, batch: MicroBatch, data: list[Datum], asked: Pass) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss and each datum's log-probabilities (T,), with one target for each token."""
+        """Return the loss, and each datum's log-probabilities (T,), for tokens with one target each."""
         logprobs, _ = self.policy.logprobs(batch, 1.0)
         values = {name: torch.cat([datum.values[name] for datum in data]).to(logprobs) for name in data[0].values}
         loss = token_losses(asked.loss, logprobs, values, asked.settings, batch.at_trained(batch.sequence_ids),
@@ -192,7 +192,7 @@ class Adapters:
         return loss, unpack(logprobs.detach().float().cpu(), batch)
 
     def wide(self, batch: MicroBatch, data: list[Datum]) -> tuple[Tensor, list[Tensor]]:
-        """Return cross entropy and each datum's log-probabilities, (T, K) where tokens have several targets."""
+        """Return cross entropy and each datum's log-probabilities: (T, K) with several targets per token, else (T,)."""
         begins = [0, *itertools.accumulate(len(datum.ids) for datum in data)]
         cells = [datum.cells or one_each(datum) for datum in data]
         places = torch.cat([each.rows + begin for each, begin in zip(cells, begins, strict=False)])
@@ -276,7 +276,7 @@ class Adapters:
 
 
 def one_each(datum: Datum) -> Cells:
-    """Return the targets of a datum, if it has one target for each token, as Cells of width 1."""
+    """Return Cells of width 1 for a datum that has one target for each token."""
     rows = torch.arange(len(datum.ids))
     return Cells(rows, torch.zeros_like(rows), datum.targets, datum.values["weights"], len(rows), 1)
 

@@ -216,7 +216,7 @@ class RequestStore:
         return [ModelRequest(**row) for row in rows]
 
     def keep(self, asked: ModelRequest, answer: ModelReply, state: str | None = None) -> None:
-        """Store a request's answer, and its new state file, if any. The body stays if the request added gradients."""
+        """Store a request's answer, and its new state file, if any. Keep the request's body if it added gradients."""
         with self.database.write() as connection:
             if answer.also is not None:
                 answer.also(connection)
@@ -244,7 +244,7 @@ class RequestStore:
         return [row["snapshot"] for row in rows]
 
     def snapshot_of(self, sampler: Any, owner: str) -> str | None:
-        """Return the snapshot folder that a sampler uses, None for the base model; UnknownError if not this user's."""
+        """Return the snapshot folder that a sampler uses (None: the base model). UnknownError for others' samplers."""
         row = self.database.row("SELECT * FROM tinker_samplers WHERE id = ?", (str(sampler),))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"sampling_session_id is {sampler!r}; there is no such sampling session of yours: "
@@ -253,7 +253,7 @@ class RequestStore:
         return None if row["snapshot"] is None else str(row["snapshot"])
 
     def answer(self, promise: str, owner: str) -> ModelReply | None:
-        """Return the answer that fulfils a promise; None if there is none yet. UnknownError if not this user's."""
+        """Return the answer that fulfils a promise; None if there is none yet. UnknownError for others' promises."""
         model, _, seq = promise.rpartition(":")
         number = int(seq) if NUMBER.fullmatch(seq) else -1
         unknown = UnknownError(f"request_id is {promise!r}; there is no such promise of yours")

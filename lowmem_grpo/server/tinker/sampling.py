@@ -37,7 +37,7 @@ NONE = -99999.0  # the protocol's value for a log-probability that was not compu
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probs and top-k tokens of P prompt tokens. Of tokens that were not scored: NaN, k times 0, k times NONE."""
+    """Log-probs and top-k tokens of P prompt tokens; without a score, they are NaN and k tokens 0 with NONE."""
 
     logprobs: Tensor  # (P,) float32
     ids: Tensor  # (P, k) int32, the likeliest ones in order

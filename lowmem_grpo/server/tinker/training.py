@@ -104,8 +104,8 @@ class Training:
             self.worker.run(self.checkpoints.sweep, sleep=False)
 
     def look_for_gap(self, model: StoredModel) -> bool:
-        """Return whether later requests wait for a missing one. After a while, the missing one is answered with a
-        failure, so that the others can run: it was lost, or refused before it had a promise."""
+        """Return whether later requests wait for a missing one. If they have waited for a while, answer the missing one
+        with a failure, so that they can run: it was lost, or refused before it had a promise."""
         missing = self.store.gap(model.id)
         if gives_up := missing is not None and self.runs.gives_up(model):
             self.store.step_over(model.id, missing, ModelReply.failed(
