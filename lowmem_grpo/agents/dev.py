@@ -128,7 +128,7 @@ class ModelOptions:
 
     def load(self, base_model: str) -> Any:
         """Return the model with its adapter. By default vLLM samples if there is a GPU and vLLM is installed, and the
-        context is the model's own, at most CONTEXT."""
+        context length is the model's own, at most CONTEXT."""
         from torch import cuda
 
         usual = {"fast_inference": cuda.is_available(), "max_seq_length": context_of(base_model, self.loading)}
@@ -136,7 +136,7 @@ class ModelOptions:
         return self.adapt(bare)
 
     def adapt(self, model: Any) -> Any:
-        """Return a loaded model with its adapter or a new one, and set the tokenizer's chat template."""
+        """Return a loaded model with its adapter, or a new one if it has none. Set the tokenizer's chat template."""
         adapted = model if hasattr(model, "peft_config") else FastLanguageModel.get_peft_model(model, **self.lora)
         if self.chat_template is not None:
             adapted.loaded.tokenizer.chat_template = self.chat_template
@@ -161,7 +161,7 @@ def taken_by(method: str) -> set[str]:
 
 
 def context_of(base_model: str, loading: Mapping[str, Any]) -> int | None:
-    """Return a model's context in tokens, at most CONTEXT; None if its config states none; CONTEXT without a config."""
+    """Return a model's context in tokens, at most CONTEXT. Without a config it is CONTEXT, without an entry None."""
     where = {name: loading.get(name) for name in ("revision", "token", "cache_dir")}
     folder = Path(find(base_model, **where, local_files_only=bool(loading.get("local_files_only"))))
     if not (folder / "config.json").is_file():

@@ -47,7 +47,7 @@ async def gather_trajectory_groups(
 
 
 async def whole(group: Any, progress: Progress, after_each: AfterEach | None) -> list[TrajectoryGroup]:
-    """Await one group, and return it, or the result of `after_each`, as a list; an empty list if the group failed."""
+    """Await one group. Return the groups that `after_each` makes of it, by default itself; [] if it failed."""
     if isinstance(group, PendingGroup):
         group = await group
     elif is_awaitable(group):
@@ -73,8 +73,8 @@ async def gather_trajectories(
     trajectories: Iterable[Awaitable[Any]], *, pbar_desc: str | None = "gather",
     pbar_total_completion_tokens: bool = False, max_exceptions: float = 0, timeout: float | None = None,
 ) -> list[Any]:
-    """Return the result of each rollout, in order: a Trajectory, or a list or tuple of them. With `max_exceptions`, the
-    result of a failed rollout is its error. See `gather_trajectory_groups`."""
+    """Return the result of each rollout, in order: a Trajectory, or a list or tuple of them. If `max_exceptions` allows
+    failures, the result of a failed rollout is its error. See `gather_trajectory_groups`."""
     say_deprecated(pbar_total_completion_tokens)
     chosen = members_of(trajectories, "gather_trajectories takes a list of rollouts",
                         "gather_trajectories([rollout()])")

@@ -49,7 +49,7 @@ def client_of(chat: ChatHandler, timeout: float | None = None) -> openai.AsyncOp
 
 
 class OpenClient(openai.DefaultAsyncHttpxClient):
-    """An HTTP client that stays open when one of the openai clients that share it is closed."""
+    """An HTTP client that several openai clients share. It stays open when one of them is closed."""
 
     async def aclose(self) -> None:
         """Do nothing: there is no socket to close."""
@@ -213,8 +213,8 @@ class LocalRun:
     # Training
 
     async def train(self, groups: Sequence[TrajectoryGroup], options: Mapping[str, Any]) -> dict[str, Any]:
-        """Train one step, after the calls that are in the engine; returns the logged line, or only counts if nothing
-        can be trained on. Wrong options raise ValueError or TypeError before anything is done."""
+        """Train one step, after the calls that are in the engine. Return the logged line, or only counts if nothing can
+        be trained on. ValueError or TypeError for wrong options, before anything is done."""
         options = dict(options)
         save = options.pop("save_checkpoint", True)
         settings = settings_of(options, self.trainer.args.loss_type, PER_STEP)
@@ -256,7 +256,7 @@ class LocalRun:
         await self.in_worker(partial(self.note, tally, split, at), sleep=False)
 
     def note(self, tally: Tally, split: str, step: int) -> None:
-        """Write the sums and means of the tallies of all ranks, or nothing if the tallies are empty."""
+        """Write the sums and means of the tallies of all ranks. If the tallies are empty, write nothing."""
         if line := Tally.total(self.ranks.gather(f"the log of {split}", tally)).of_split(split):
             self.trainer.note(line, step)
 

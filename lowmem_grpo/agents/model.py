@@ -30,7 +30,7 @@ class Model(BaseModel, Generic[ConfigT]):
     """A model that is prompted and not trained, for example to compare with. openai's own client requests it as
     `inference_model_name` (by default its name) at `inference_base_url` with `inference_api_key`.
 
-    Without a URL the requests go to OpenAI, and without a key either, the client reads OPENAI_API_KEY. `config` is
+    Without a URL the requests go to OpenAI; if there is no key either, the client reads OPENAI_API_KEY. `config` is
     free for the program's use."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
@@ -105,8 +105,8 @@ class Model(BaseModel, Generic[ConfigT]):
         await self.backend().log(self, groups_of(trajectories or []), split, metrics=metrics, step=step)
 
     def share(self, things: Iterable[Thing]) -> list[Thing]:
-        """Return this process's share of a step's tasks: all of them in a single process, else (torchrun) a slice; the
-        sizes of the slices differ by at most one. Every process must call `train`, even if its slice is empty."""
+        """Return the part of a step's tasks that this process plays: all in a single process, else (torchrun) a slice.
+        The sizes of the slices differ by at most one. Every process must call `train`, even if its slice is empty."""
         items = list(things)
         return [items[index] for index in this_place().share(len(items))]
 
@@ -222,7 +222,7 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
                                           **options)
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
-        """Delete all checkpoints except the newest and the best, by a metric that `model.log` wrote."""
+        """Delete all checkpoints except the newest, and the best one by a metric that `model.log` wrote."""
         await self.backend().run(self).delete_checkpoints(best_checkpoint_metric)
 
 

@@ -220,7 +220,7 @@ def url_judge(named: str, options: dict[str, Any]) -> UrlJudge:
 
 
 class EngineJudge(SelfJudge):
-    """The base model as a judge, through the worker that owns the engine: between rollouts' turns, without adapter."""
+    """The base model, without adapter, as a judge. The worker that owns the engine runs it between rollouts' turns."""
 
     after_sampling = False
     rate: Any

@@ -97,7 +97,7 @@ class Member:
                 "(reply.choices[0]), as a client of model.openai_client() or of model.serve() returns them")
 
     def read(self, number: int, history: History, chosen: bool) -> list[Turn]:
-        """Return the turns of a conversation. Messages before a turn of an earlier conversation are not added again."""
+        """Return the turns of a conversation. Messages before a turn that was added earlier are not added again."""
         entries = history.messages_and_choices  # messages, and choices of other models, have no turn id
         names = [getattr(entry, "turn", None) or None for entry in entries] if chosen else self.find(history)
         before = "" if number == 0 else f"additional_histories[{number - 1}]."
@@ -117,7 +117,7 @@ class Member:
         return turns
 
     def find(self, history: History) -> list[str | None]:
-        """Return the cached turn that each plain message matches, or None; all None if the request is not valid."""
+        """Return the cached turn that each plain message matches, or None; all None if they are no valid request."""
         try:
             messages, tools = plain(history.messages()), tools_of(history.tools)
         except ChatError:
@@ -127,7 +127,7 @@ class Member:
         return names
 
     def show(self, said: list[Message], turn: Turn | None) -> None:
-        """Append messages to the replies of the last turn before `turn` (None: the end), else to the opening."""
+        """Append messages to the replies of the last turn (of the one before `turn`, if given), else to the opening."""
         shown = [*self.turns.values()]
         earlier = shown if turn is None else shown[:-1]
         (earlier[-1].replies if earlier else self.opening).extend(said)

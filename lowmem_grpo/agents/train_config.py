@@ -77,7 +77,7 @@ def low(value: Any, settings: Settings) -> Settings:
 
 
 def high(value: Any, settings: Settings) -> Settings:
-    """Return the upper clip range of the ratio; for cispo, whose setting here is the bound itself, 1 + value."""
+    """Return the upper clip range of the ratio. For cispo, the setting here is the bound itself: return 1 + value."""
     return {"epsilon_high": value if value is None or settings["loss_type"] != "cispo" else 1 + value}
 
 
@@ -104,9 +104,9 @@ HONOURED: dict[str, Callable[[Any, Settings], Settings]] = {  # read in this ord
 
 
 def settings_of(options: Mapping[str, Any], usual: str, known: tuple[str, ...]) -> Settings:
-    """Return the settings of a step. `usual` is the run's loss type, and `known` are this package's settings, taken as
-    they are; with a `loss_type` in the options, `epsilon` and `epsilon_high` have this package's meaning. TypeError for
-    an unknown option; ValueError, with the fix, for one that is not supported."""
+    """Return the settings of a step. `usual` is the run's loss type, and `known` are this package's settings, passed on
+    unchanged. With a `loss_type` in the options, `epsilon` and `epsilon_high` have this package's meaning. TypeError
+    for an unknown option; ValueError, with the fix, for one that is not supported."""
     if others := {name: value for name, value in options.items() if name in FATES or name not in (*HONOURED, *known)}:
         refuse(others, FATES, {*HONOURED, *known}, "train")
     coef, beta = options.get("kl_penalty_coef"), options.get("beta")

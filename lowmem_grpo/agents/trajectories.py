@@ -191,7 +191,7 @@ def members_of(
     members: Any, taker: str = "TrajectoryGroup takes a list of rollouts or trajectories",
     right: str = "TrajectoryGroup(rollout(model, task) for _ in range(8))",
 ) -> list[Any]:
-    """Return the members of a group, or groups, as a list. Raises TypeError for a single member."""
+    """Return `members` as a list. TypeError for a single member, which says what `taker` takes, and what is `right`."""
     if is_awaitable(members) or isinstance(members, BaseModel | str | Mapping) or not isinstance(members, Iterable):
         if hasattr(members, "close"):
             members.close()  # a coroutine that will not be awaited
@@ -209,14 +209,14 @@ def failure_of(failure: Any) -> FailedRollout | Mapping[str, Any]:
 
 
 def tokens_of(choice: Choice) -> int | None:
-    """Return a choice's number of tokens: as the model's own client gives it, else that of its logprobs, else None."""
+    """Return a choice's number of tokens, as the model's own client or else its logprobs tell; None without either."""
     said = (choice.model_extra or {}).get("completion_tokens")
     logged = choice.logprobs and (choice.logprobs.content or choice.logprobs.refusal)
     return said if isinstance(said, int) else len(logged) if logged else None
 
 
 def message_of(entry: Any) -> dict[str, Any]:
-    """Return a choice as an assistant message, or a message with text content. TypeError for anything else."""
+    """Return a choice as an assistant message, or a message with its content as text. TypeError for anything else."""
     if isinstance(entry, Choice):
         message: dict[str, Any] = {"role": "assistant", "content": entry.message.content or ""}
         calls = [call.model_dump(mode="json") for call in entry.message.tool_calls or []]

@@ -30,7 +30,7 @@ class Factories:
     row's column `environment` picks one by name."""
 
     def __init__(self, value: Any) -> None:
-        """Call each factory once to check it; TypeError if one does not make an environment."""
+        """Call each factory once, as a check. TypeError if a factory does not make an environment."""
         self.several = isinstance(value, Mapping)
         factories: Mapping[str, Any] = value if isinstance(value, Mapping) else {"": value}
         if not factories or not all(callable(factory) for factory in factories.values()):
@@ -158,7 +158,7 @@ class EnvSpecs:
         return answer
 
     def asking(self, messages: list[Message]) -> list[int]:
-        """Return the prompt (P,) that asks the base model these messages, without tools. Text in them cannot become
+        """Return the prompt (P,) that puts these messages to the base model, without tools. Their text cannot become
         special tokens."""
         if self.other is None:
             prompt = [] if self.tokenizer.chat_template else ""

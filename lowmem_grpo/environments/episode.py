@@ -80,7 +80,7 @@ class Episode:
             self.ending = "context"
 
     def first(self, observation: list[Message]) -> list[int]:
-        """Make the row's messages and an observation the whole conversation, and return its prompt (P,)."""
+        """Restart the conversation with the row's messages and an observation, and return its prompt (P,)."""
         self.messages = joined(self.given, observation)
         # an observation may contain text like an end-of-turn token; only the dataset's messages are trusted with it
         self.trusted = sum(message is other for message, other in zip(self.messages, self.given, strict=False))
@@ -126,7 +126,7 @@ class Episode:
         return Request(self.key, self.ids, self.room, self.seeds(len(self.turns)))
 
     def add_turn(self, drawn: Rollout) -> Callable[[WorkerJob], Answer] | None:
-        """Add a sampled turn; return the work that answers it, for a worker, or None if it was the last turn."""
+        """Add a sampled turn. Return the function that a worker calls to answer it; None if the episode has ended."""
         turn = Turn(self.ids, drawn.completion_ids, drawn.rollout_logprobs, drawn.finish_reason, drawn.text,
                     drawn.policy_version, drawn.cached_tokens, state=self.state, routes=drawn.routes)
         self.turns.append(turn)
@@ -188,7 +188,7 @@ class Episode:
             self.go_on(answer.messages, answer.anew)
 
     def go_on(self, replies: list[Message], anew: bool = False) -> None:
-        """Make the next prompt from replies (`anew`: without earlier turns), or end the episode if it does not fit."""
+        """Make the next prompt from `replies` (`anew`: without earlier turns). If it is too long, end the episode."""
         kept, self.messages = self.messages, [*self.messages, *replies]
         if anew:
             ids = self.first(replies)
@@ -213,7 +213,7 @@ class Episode:
             self.add(ids[len(self.prompt) :])
 
     def add(self, ids: list[int], logprobs: list[float] | None = None, trained: bool = False) -> None:
-        """Append tokens: drawn by the policy (`trained`), or context between its turns."""
+        """Append tokens: ones that the policy sampled (`trained`), or context between its turns."""
         self.ids = [*self.ids, *ids]
         self.after += ids
         self.logprobs += logprobs if trained and logprobs is not None else [0.0] * len(ids)
@@ -231,7 +231,7 @@ class Episode:
             self.close(job)
 
     def close(self, job: WorkerJob) -> None:
-        """Close the environment. A failure is only logged: the episode counts all the same. Runs in a worker."""
+        """Close the environment. A failure is only logged, and the episode is used all the same. Runs in a worker."""
         if self.handle is not None:
             try:
                 self.bound(job).close()
@@ -239,7 +239,7 @@ class Episode:
                 logger.warning("an environment could not be closed: %s", error)
 
     def rollout(self, prompt: list[int]) -> Rollout:
-        """Return the episode as a rollout for training, in a group with this prompt (P,)."""
+        """Return the episode as a rollout for training, as part of a group whose prompt is `prompt` (P,)."""
         last = self.turns[-1] if self.turns else None
         splits = self.splits
         if self.prompt != prompt:  # the environment gave this episode another first observation
@@ -254,9 +254,9 @@ class Episode:
 
 
 def joined(prompt: list[Message], observation: list[Message]) -> list[Message]:
-    """Return the prompt's messages with the first observation. An observation of one user message is appended to the
-    text of the prompt's last message, as in TRL, unless that is the assistant's. Any other observation follows as
-    messages."""
+    """Return the prompt's messages with the first observation. If the observation is one user message, its text is
+    appended to the prompt's last message, as in TRL, unless the assistant wrote that message. Any other observation
+    follows as separate messages."""
     begun = bool(prompt) and prompt[-1]["role"] == "assistant"
     if len(observation) != 1 or observation[0].get("role") != "user" or not prompt or begun:
         said = (message for message in prompt if message.get("content") or message.get("tool_calls") or not observation)

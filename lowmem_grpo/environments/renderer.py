@@ -47,7 +47,7 @@ class TurnBoundary:
 
 
 def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> TurnBoundary:
-    """Return the boundary before messages with these roles. RendererError if the template refuses or omits one."""
+    """Return the boundary before such messages. RendererError if the template refuses them, or leaves one out."""
     stand_ins = StandIns(template.marks, messages)
     words = [stand_ins.defused(message) for message in messages]
     words = [message | {"content": stand_ins.word(f"{at} {message['content']}")}
@@ -78,7 +78,7 @@ def answers(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Message]) -> TurnBoundary:
-    """Return the boundary in a conversation that the template renders; `said` is the rendered text after ANCHOR."""
+    """Return the boundary before `words` in made-up conversation `form`. `said` is the rendered text after ANCHOR."""
     before = answers(words)[form]
     called = "tool_calls" in before[-1]
     alone = behind_anchor(template.text_of_calls(before, generation=False))
@@ -97,7 +97,7 @@ def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Messag
 
 def split_at_end(template: ChatTemplate, shared: str, head: str) -> tuple[str, str]:
     """Return the text before the special token that ends a turn, and that token: the EOS token, or the last special
-    token that the template writes after an answer; if there is none, the first special token of the next message
+    token that the template writes after an answer. If it writes none, take the first special token of the next message
     (`<|user|>` in GLM 4)."""
     eos = template.tokenizer.eos_token
     tokens = list(special(template, shared)) or list(special(template, head))[:1]
@@ -176,7 +176,7 @@ class Renderer:
                             "other text", "set tokenizer.chat_template to one that does not look into messages")
 
     def seam(self, messages: Sequence[Message]) -> TurnBoundary:
-        """Return the boundary before such messages, cached by their shape."""
+        """Return the boundary before such messages. It is cached by the messages' roles and empty fields."""
         shape = tuple((str(message["role"]), bool(message.get("name")), bool(str(message["content"]).strip()))
                       for message in messages)
         if shape not in self.seams:

@@ -58,7 +58,7 @@ class StandIns:
     """Words that replace marks in untrusted text while a template renders the messages around it."""
 
     def __init__(self, marks: SpecialTokens, messages: Any, whole: bool = False) -> None:
-        """With `whole`, words replace all untrusted text, which is then encoded character by character."""
+        """With `whole`, stand-in words replace all untrusted text, which is then encoded character by character."""
         self.marks, self.whole, self.stem = marks, whole, STEM
         everything = repr(messages) + marks.template
         while self.stem in everything:
@@ -72,8 +72,8 @@ class StandIns:
         return f"{self.stem}{self.texts.index(text)}e"
 
     def defused(self, message: Message) -> Message:
-        """Return a message with its marks replaced; in assistant messages only special tokens, as templates read other
-        marks there, such as `<think>`."""
+        """Return a message with its marks replaced. In assistant messages, only special tokens are replaced, because
+        templates read other marks there, such as `<think>`."""
         answer = message["role"] == "assistant"
         marks = self.marks.of_special if answer else ANYTHING if self.whole else self.marks.of_every
         return {key: value if key == "role" else self.replaced(value, marks) for key, value in message.items()}
@@ -86,7 +86,7 @@ class StandIns:
         return [self.replaced(inner, marks) for inner in value] if isinstance(value, list) else value
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a rendered text, with each word replaced by the split text that it stands for."""
+        """Return the ids of a rendered text, with each stand-in word replaced by the split text that it stands for."""
         first, *rest = self.words.split(text)
         pieces = [first]
         for number, after in zip(rest[::2], rest[1::2], strict=True):

@@ -33,7 +33,7 @@ class WorkerJob:
         self.dropped = False  # True once the job is abandoned as late
 
     def call(self, function: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Call a function as the job's next call, and await its result if that is awaitable; LateError if the await
+        """Call a function as the job's next call, and await its result if that is awaitable. LateError if the await
         takes more than `limit` seconds. `Workers.late` finds a synchronous call that takes too long."""
         self.doing = str(getattr(function, "__qualname__", type(function).__name__))
         self.deadline = time.monotonic() + self.limit
@@ -87,7 +87,7 @@ class Workers:
         return job
 
     def start_threads(self) -> None:
-        """Start threads until there is one per job, or `most`."""
+        """Start threads until there are as many as jobs, but at most `most`."""
         while self.threads < min(self.most, len(self.running)):
             self.threads += 1
             start_thread("environment", self.serve)
@@ -101,8 +101,8 @@ class Workers:
             self.done.put(job)
 
     def collect(self, wait: bool) -> list[WorkerJob]:
-        """Return jobs that are done, or late with a LateError, in no particular order; with `wait`, at least one if
-        any is running."""
+        """Return the jobs that are done, or late with a LateError, in no particular order. With `wait`, return at least
+        one job if any is running."""
         jobs: list[WorkerJob] = []
         began = time.monotonic()
         while not jobs and self.running:
@@ -115,7 +115,7 @@ class Workers:
 
     def finished(self, wait: bool) -> list[WorkerJob]:
         """Return the jobs that the threads have finished. With `wait`, wait at most PAUSE seconds for the first job,
-        and TOGETHER for each further one, because decoding their turns together costs little more."""
+        and at most TOGETHER for each further one, as decoding the turns of several jobs together costs little more."""
         jobs: list[WorkerJob] = []
         try:
             while len(jobs) < len(self.running):

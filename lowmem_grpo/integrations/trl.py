@@ -50,7 +50,7 @@ def check_version(version: str) -> None:
 
 
 class LogprobsWithoutLogits:
-    """A mixin that overrides the log-probabilities of a TRL trainer; it precedes the trainer among a class's bases."""
+    """A mixin that overrides the log-probabilities of a TRL trainer. It must precede the trainer in a class's bases."""
 
     accelerator: Any
     temperature: float

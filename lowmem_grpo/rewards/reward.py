@@ -84,8 +84,8 @@ class Reward(ABC):
 
 
 def check_settings(rule: Any, column: str | None, settings: dict[str, Any]) -> None:
-    """Raise ValueError for a setting that is not what the rule's annotation says, and for an invalid column name. A
-    rule with the argument `label` needs a column."""
+    """Raise ValueError for a setting whose value does not match the annotation of the rule's argument, and for an
+    invalid column name. A rule with the argument `label` needs a column."""
     kinds = getattr(rule, "__annotations__", {})
     for name, value in settings.items():
         if kinds.get(name) in OF_SETTINGS:
@@ -112,8 +112,8 @@ class TextReward(Reward):
 
 
 class TokenReward(TextReward):
-    """A reward that applies its rule to each completion's token ids as they were sampled, without a chat template; for
-    an episode, to the ids that the policy sampled in all turns."""
+    """A reward that applies its rule to each completion's token ids as they were sampled, without a chat template. For
+    an episode, these are the ids that the policy sampled in all turns."""
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         if (ids := call.get("completion_ids")) is None:
@@ -188,7 +188,7 @@ class VerifiedReward(Reward):
         return self.paid(verdicts, call)
 
     def say_unread(self, verdicts: list[Verdict], labels: list[Any]) -> None:
-        """Warn once if labels give no verdict. Missing labels do not count: they give none on purpose."""
+        """Warn once if labels give no verdict. Missing labels do not count, as they are meant to give none."""
         unread = [label for verdict, label in zip(verdicts, labels, strict=False)
                   if verdict is None and any(map(str, labels_of(label)))]
         if unread and not self.said_unread:

@@ -10,7 +10,7 @@ def completion_texts(completions: list[Any]) -> list[str]:
 
 def completion_text(completion: Any) -> str:
     """Return a completion's text: the string itself, or the content (possibly empty) of the last assistant message of a
-    chat; without an assistant message, the content of its last message. TypeError for anything else."""
+    chat. A chat without an assistant message gives the content of its last message. TypeError for anything else."""
     if isinstance(completion, str):
         return completion
     if isinstance(completion, list) and completion and all(isinstance(message, dict) for message in completion):

@@ -29,8 +29,8 @@ def accuracy_interval(right: Sequence[int], samples: int) -> tuple[float, tuple[
 
 
 def independent_answers(shares: Sequence[float], samples: int) -> float:
-    """Return the effective number of independent answers (Kish's effective sample size): P if all answers to a prompt
-    agree, up to P * samples if they differ as much as answers to different prompts."""
+    """Return the effective number of independent answers (Kish's effective sample size): P if the answers to each
+    prompt agree, up to P * samples if they differ as much as answers to different prompts."""
     prompts = len(shares)
     mean = sum(shares) / prompts
     if samples == 1 or prompts == 1:
@@ -87,7 +87,7 @@ class Answers:
 
     @classmethod
     def joined(cls, parts: Sequence["Answers"]) -> "Answers":
-        """Concatenate parts, which have the answers to some prompts each; means are weighted by prompts."""
+        """Concatenate parts, each with the answers to some prompts. Means are weighted by the number of prompts."""
         sizes = [len(part.texts) for part in parts]
 
         def means(each: list[dict[str, float]]) -> dict[str, float]:
@@ -145,8 +145,8 @@ def answered_rows(rows: list[dict[str, Any]], by_model: dict[str, Answers]) -> l
 
 
 def changed_first(pairs: Sequence[tuple[bool, bool]], shown: int) -> list[int]:
-    """Return indices of up to `shown` pairs (right before, right after): some of each kind, filled up and sorted by
-    KINDS."""
+    """Return indices of up to `shown` pairs (right before, right after), sorted by KINDS. Some are of each kind; the
+    first kinds fill up the rest."""
     kinds = [[place for place, pair in enumerate(pairs) if pair == kind] for kind in KINDS]
     some = [place for kind in kinds for place in kind[: max(1, shown // len(KINDS))]][:shown]
     rest = [place for kind in kinds for place in kind if place not in some][: shown - len(some)]

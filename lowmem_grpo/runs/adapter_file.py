@@ -139,14 +139,14 @@ def check_for(model: nn.Module, folder: Path) -> None:
 
 
 def refuse_variants(config: LoraConfig, folder: Path, done: str) -> None:
-    """Raise AdapterError for DoRA or LoRA biases, which only sampling supports; `done` is "trained" or "merged"."""
+    """Raise AdapterError for DoRA and LoRA biases: they can be sampled with, but not `done` ("trained" or "merged")."""
     if name := next((name for name in ("use_dora", "lora_bias") if getattr(config, name)), None):
         raise AdapterError(f"the adapter in {folder} has {name}=True, and only plain LoRA is {done} here. To sample "
                            f"with it, pass model.load_lora(FOLDER) to fast_generate; else {MERGE}")
 
 
 def problems(parts: dict[str, Tensor], layer: Any, config: LoraConfig, rank: int) -> Iterator[str]:
-    """Yield the faults of a layer's tensors; `rank` is the layer's rank by the settings."""
+    """Yield the faults of a layer's tensors; `rank` is the rank that the settings give the layer."""
     a, b, magnitude = (parts.get(name) for name in SIDES.values())
     if a is None or b is None:
         yield f"has no {SIDES['A' if a is None else 'B']}; the file is not whole: use an older checkpoint"

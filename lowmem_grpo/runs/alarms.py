@@ -76,7 +76,7 @@ def mismatch(line: Line, kept: list[float]) -> str | None:
 
 
 def entropy_collapse(line: Line, kept: list[float]) -> str | None:
-    """Report if the entropy has collapsed; `kept` holds the entropies of the first steps."""
+    """Report if the entropy has collapsed. `kept` collects the entropies of the first steps."""
     entropy = number(line, "entropy")
     if entropy is None:
         return None
@@ -106,7 +106,7 @@ def preempted(line: Line, kept: list[float]) -> str | None:
 
 
 def constant(name: str, line: Line, kept: list[float]) -> str | None:
-    """Report if a reward function is constant within and across steps; `kept` holds the last value."""
+    """Report if a reward function is constant within and across steps. `kept` holds the value of the last step."""
     mean, std = number(line, f"rewards/{name}/mean"), number(line, f"rewards/{name}/std")
     if mean is None or std is None:
         return None

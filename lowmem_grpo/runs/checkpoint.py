@@ -78,7 +78,7 @@ def save_checkpoint(
 
 
 def save_adapter(folder: Path, save: Callable[[Path], None]) -> None:
-    """Let `save` write an adapter, and swap it in for an existing one; CheckpointError if the disk refuses."""
+    """Let `save` write an adapter, then put it in place of an existing one. CheckpointError if the disk refuses."""
     temp, free = folder.with_name(f".{folder.name}.tmp-{os.getpid()}"), free_bytes(folder)
     try:
         with removed_after(temp):
@@ -171,7 +171,7 @@ def check_adapter(folder: Path, saved: dict[str, Tensor], held: dict[str, Tensor
 
 
 def check_scaling(saved: dict[str, Any], config: Any, folder: Path) -> None:
-    """Raise MismatchError if the checkpoint's LoRA settings scale the same tensors otherwise than the model's do."""
+    """Raise MismatchError if LoRA settings that scale the adapter differ between the checkpoint and the model."""
     for name in ("lora_alpha", "use_rslora", "alpha_pattern"):
         if (there := saved.get(name) or None) != ((here := getattr(config, name)) or None):
             raise MismatchError(f"{folder}: {name} is {there} in the checkpoint, {here} in the model, which scales the "
@@ -189,7 +189,7 @@ def tell_other_base(there: str | None, here: str | None, is_other: bool, folder:
 
 
 def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
-    """Delete and return all checkpoints but the newest `keep_last` (None: all), those in `keep`, and the last good."""
+    """Delete all checkpoints but the newest `keep_last` (None: all), those in `keep` and the last good; return them."""
     folders = list_checkpoints(run_dir)
     kept = {path.resolve() for path in keep}
     old = [] if keep_last is None else folders[: max(len(folders) - keep_last, 0)]
@@ -205,7 +205,7 @@ def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
 
 
 def clean_leftovers(run_dir: Path) -> list[Path]:
-    """Remove or rename back the temporary folders of killed processes; return them. Call it before saving."""
+    """Remove the temporary folders of killed processes, or rename them back; return them. Call it before saving."""
     leftovers = sorted([*run_dir.glob(".checkpoint-*"), *run_dir.glob(f".{FINAL}.*")])
     for path in leftovers:
         name, _, kind = path.name[1:].partition(".")

@@ -114,7 +114,7 @@ def optimizer_shape(optimizer: Optimizer) -> tuple[str, list[int]]:
 
 
 def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], saved: dict[str, Tensor]) -> None:
-    """Load the state in its saved dtypes, not the parameters' dtypes; `fused` and `foreach` stay as in the settings."""
+    """Load the state in its saved dtypes, not the parameters' dtypes. The settings `fused` and `foreach` stay."""
     for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
         group.update({name: own[name] for name in ("fused", "foreach") if name in own})
     optimizer.load_state_dict(state)

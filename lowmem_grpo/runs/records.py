@@ -37,7 +37,7 @@ class RunRecords:
         self.lines: Counter[str] = Counter()  # lines of each file that this run wrote or kept
 
     def start_run(self) -> Path | None:
-        """Move the files of a previous run into a new folder in `earlier`, and return that folder; None if there are no
+        """Move the files of a previous run into a new folder in `earlier`. Return that folder, or None if there were no
         files."""
         self.lines.clear()
         earlier = self.run_dir / EARLIER
@@ -98,7 +98,7 @@ class RunRecords:
         replace_text(self.run_dir / SUMMARY, json.dumps(finite(self.known() | summary), indent=2) + "\n")
 
     def known(self) -> dict[str, Any]:
-        """Return the content of summary.json; a broken file is renamed with a warning, and does not stop the run."""
+        """Return the content of summary.json. A broken file does not stop the run: it is renamed, with a warning."""
         path = self.run_dir / SUMMARY
         if not os.path.lexists(path):
             return {}

@@ -65,13 +65,13 @@ def check_adapter_folder(folder: Path) -> None:
 
 
 def inner_adapters(folder: Path) -> str:
-    """Return "; take A or B, which it holds", where A and B are adapters in folders of `folder`; "" without any."""
+    """Return "; take A or B, which it holds" if A and B are adapter folders in `folder`; "" if there are none."""
     inner = sorted(path.parent.name for path in folder.glob(f"[!.]*/{ADAPTER_FILE}"))
     return f"; take {' or '.join(inner)}, which it holds" if inner else ""
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return all folders checkpoint-{step} of a run, by ascending step, good or not."""
+    """Return all folders checkpoint-{step} of a run, damaged ones included, by ascending step."""
     steps = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run_dir.glob("checkpoint-*")}
     numbered = [(int(match[1]), path) for path, match in steps.items() if match]
     return [path for _, path in sorted(numbered)]

@@ -71,7 +71,7 @@ class TrainerControl:
     should_epoch_stop: bool = False
 
     def taken(self) -> "TrainerControl":
-        """Return a copy, and clear the requests that hold for one step only."""
+        """Return a copy of this control, then clear the requests that apply to a single step only."""
         asked = replace(self)
         self.should_save = self.should_log = self.should_evaluate = False
         return asked
@@ -145,7 +145,7 @@ class Clock:
         self.seconds["generate"] -= seconds
 
     def metrics(self) -> dict[str, float]:
-        """Return the step time in seconds; and, as shares of it, each phase and the time hidden by sampling."""
+        """Return the step time in seconds, and shares of it: for each phase, and for the time hidden by sampling."""
         total = max(time.perf_counter() - self.started, 1e-9)
         shares = {f"time/{name}": seconds / total for name, seconds in self.seconds.items()}
         beside = {"time/tools": self.tools, "time/train_hidden": self.train_hidden}
@@ -214,7 +214,7 @@ class Interrupt:
 
     @property
     def exit_status(self) -> int:
-        """The exit status of a command stopped by this signal; 0 without one."""
+        """The exit status of a command that the received signal stopped; 0 if no signal came."""
         return 0 if self.got is None else 128 + self.got
 
 

@@ -35,7 +35,7 @@ def turn_records(rollout: "Rollout") -> list[dict[str, Any]]:
 
 
 def new_context(before: "Turn", turn: "Turn", split: bool) -> dict[str, Any]:
-    """Return the number of tokens between two turns, or, if the history was rewritten, of the whole new prompt."""
+    """Return the number of tokens between two turns. If the history was rewritten, count the whole new prompt."""
     held = len(before.prompt_ids) + len(before.completion_ids)
     if split and turn.prompt_ids[:held] != before.prompt_ids + before.completion_ids:
         return {"context": len(turn.prompt_ids), "rewritten": True}

@@ -32,8 +32,8 @@ class Gate:
     def __init__(
         self, app: ASGIApp, holds: Callable[[str], object], limits: Limits, hosts: Sequence[str] | None = HOSTS,
     ) -> None:
-        """`holds` maps a key to its holder, which routes read as `request.scope["holder"]`; a false value is refused.
-        `hosts` are the allowed names in the Host header; None allows any."""
+        """`holds` maps a key to its holder, which routes read as `request.scope["holder"]`; a key without a holder is
+        refused. `hosts` are the allowed names in the Host header; None allows any."""
         self.app, self.holds, self.limits, self.hosts = app, holds, limits, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -80,7 +80,7 @@ def fault(schema: Any, value: Any, where: str = "") -> str | None:
 
 
 def fault_of_object(schema: dict[str, Any], value: dict[str, Any], where: str) -> str | None:
-    """Return the first fault of an object: a missing key, else an unknown key or a wrong value; None if it fits."""
+    """Return the first fault of an object, with missing keys before unknown keys and wrong values; None if it fits."""
     properties = schema.get("properties") or {}
     if missing := [name for name in schema.get("required") or [] if name not in value]:
         return f"{inside(where, str(missing[0]))} is missing"
@@ -95,7 +95,7 @@ def fault_of_object(schema: dict[str, Any], value: dict[str, Any], where: str) -
 
 
 def fault_of_array(schema: dict[str, Any], value: list[Any], where: str) -> str | None:
-    """Return the fault of the first item that does not fit, or of a tuple's length; None if the array fits."""
+    """Return the fault of a tuple's length, or of the first item that does not fit; None if the array fits."""
     places = schema.get("prefixItems")
     if isinstance(places, list) and len(value) != len(places) and "items" not in schema:
         return f"{where or 'it'} must have {len(places)} items, got {len(value)}"

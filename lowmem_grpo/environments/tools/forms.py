@@ -134,8 +134,8 @@ class ToolCallTemplate:
                      if any(Parser(form, schemas).read([], text).calls == [CALL] for text in calls)), None)
 
     def form_of_marks(self) -> Form | None:
-        """Return the only format whose marks are tokens of the tokenizer, for a template that describes tools but
-        leaves calls out, as LFM2's first one does; None if there are several, or none."""
+        """Return the only format whose marks are tokens of the tokenizer; None if there are several, or none. This is
+        for a template that describes tools but leaves calls out, as LFM2's first template does."""
         known = self.tokenizer.get_added_vocab()
         forms = [form for form in FORMS.values() if form.open in known and form.close in known]
         return forms[0] if len(forms) == 1 and CALL.name in self.prompt() else None

@@ -125,7 +125,7 @@ class MCPSession:
 
 
 async def serve(client: Any, stop: asyncio.Event, ready: "Future[tuple[asyncio.Task[Any], list[Any]]]") -> None:
-    """Keep a session open until `stop` is set. It holds no reference to the MCPSession, which can thus be collected."""
+    """Keep a session open until `stop` is set. It does not refer to the MCPSession, which can be garbage collected."""
     try:
         async with client:
             task: Any = asyncio.current_task()

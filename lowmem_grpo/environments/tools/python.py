@@ -18,10 +18,8 @@ def python_tool(isolation: str | None = None, limits: Limits | None = None) -> C
     """Return a tool `python(code)` that returns what the program prints. Each call runs in a new process and an empty
     folder.
 
-    `isolation`: None takes bubblewrap; "process" is an opt-in to less protection.
-    `limits` apply to each call. Raises SandboxError, with advice, if no sandbox works, and ValueError for an unknown
-    isolation.
-    """
+    `isolation`: None uses bubblewrap; "process" is an opt-in to less protection. `limits` apply to each call. Raises
+    SandboxError, with advice, if no sandbox works, and ValueError for an unknown isolation."""
     sandbox = open_sandbox(isolation, limits)
 
     def python(code: str) -> str:
@@ -36,7 +34,7 @@ def python_tool(isolation: str | None = None, limits: Limits | None = None) -> C
 
 
 def printed_by(code: str, sandbox: Sandbox) -> str:
-    """Run a program; return what it prints. ToolError if it fails or passes a limit, ToolOutage if the sandbox does."""
+    """Run a program; return what it prints. ToolError if it fails or exceeds a limit, ToolOutage if it cannot run."""
     limits = sandbox.limits
     if fault := why_refused(code, limits.code_bytes) or too_large(code, "", limits.scratch_bytes):
         raise ToolError(f"the code was not run: {fault}")
@@ -56,7 +54,8 @@ def printed_by(code: str, sandbox: Sandbox) -> str:
 
 
 def started(code: str, sandbox: Sandbox) -> Worker:
-    """Return a process for the program. Tries twice, as resources may be short for a moment; then ToolOutage."""
+    """Return a process for the program. A second try is made, as resources may be short for a moment; then
+    ToolOutage."""
     try:
         try:
             return sandbox.start("program", code, stdin="")

@@ -34,7 +34,7 @@ class ToolOutage(RuntimeError):  # noqa: N818, says what happened
 
 class FinalResult(str):
     """A text that a tool returns to end the episode, for example when it submits an answer. The policy gets no further
-    turn, but the other calls of the same turn are run. Elsewhere, as in TRL, it is an ordinary text."""
+    turn, but the other calls of the same turn are run. To other code, such as TRL, it is an ordinary text."""
 
 
 def refuse_images(content: Any, source: str) -> None:
@@ -100,8 +100,8 @@ class TokenLimit:
 
     def cut(self, text: str) -> str:
         """Return the text if it has at most `most` tokens, else its head and tail around a note of what was left out.
-        However long the text is, only as much as could be kept is encoded. A lone surrogate, which no tokenizer
-        accepts, becomes a question mark."""
+        Of a long text, only the parts that may be kept are encoded. A lone surrogate, which no tokenizer accepts,
+        becomes a question mark."""
         text = HALF.sub("?", text)
         bound = min(MOST_CHARACTERS * self.most, len(text))
         with self.lock:

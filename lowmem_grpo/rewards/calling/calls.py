@@ -57,8 +57,8 @@ class CallRecorder:
         self.values[name].append(MeanOf(number, value.count) if isinstance(value, MeanOf) else number)
 
     def weighted(self, name: str) -> list[tuple[float, float]]:
-        """Return (value, weight) for each value logged under a name. A MeanOf's weight is its `count`; the weight of a
-        plain number is the number of completions divided by the number of values under the name."""
+        """Return (value, weight) for each value logged under `name`. A MeanOf's weight is its `count`; the weight of a
+        plain number is the number of completions divided by the number of values under `name`."""
         values = self.values[name]
         return [(value, value.count if isinstance(value, MeanOf) else (self.num_completions or 1) / len(values))
                 for value in values]
@@ -69,8 +69,8 @@ class Call:
 
     def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float,
                  groups: Sequence[int] = ()) -> None:
-        """`groups` are the indices of the groups in `lists`; empty for the whole batch. MissingColumnError if a
-        required argument is not available."""
+        """`groups` are the indices of the groups in `lists`; it is empty if they are the whole batch.
+        MissingColumnError if a required argument is not available."""
         self.name, self.completions = name, lists["completions"]
         self.own_limit = own_limit(func)
         self.limit = timeout if self.own_limit is None else self.own_limit
@@ -90,7 +90,7 @@ class Call:
         return self.func.func(**arguments)
 
     def run(self) -> None:
-        """Run in this thread, unless the call was cancelled; `future` gets the result or the error."""
+        """Call the function in this thread, and set `future` to its result or error. A cancelled call does nothing."""
         if not self.future.set_running_or_notify_cancel():
             return
         self.began = time.monotonic()
@@ -130,7 +130,7 @@ class Call:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """(begin, end) on the monotonic clock; the end is now if the call still runs."""
+        """(begin, end) on the monotonic clock. While the call runs, its end is the current time."""
         return self.began, self.ended or time.monotonic()
 
     @property

@@ -67,9 +67,9 @@ def is_async(func: RewardFunction) -> bool:
 
 
 def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
-    """Return whether a function may be called while other groups decode. `chosen` is GRPOConfig.score_while_sampling:
-    if False, no function may. Otherwise the function's `by_group` attribute decides, or without one, `chosen` (None:
-    no). A function marked `after_sampling` never may."""
+    """Return whether a function may be called while other groups are still sampled. It may not if it is marked
+    `after_sampling`, or if `chosen` (GRPOConfig.score_while_sampling) is False. Otherwise its `by_group` attribute
+    decides. Without that attribute, it may only if `chosen` is True."""
     func = unwrap(func)
     if getattr(func, "after_sampling", False) or chosen is False:
         return False
@@ -77,7 +77,7 @@ def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
 
 
 def own_limit(func: RewardFunction) -> float | None:
-    """Return a function's own time limit in seconds; None if it has none."""
+    """Return the function's `time_limit` attribute, in seconds; None if it has none."""
     return getattr(unwrap(func), "time_limit", None)
 
 

@@ -30,8 +30,8 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
 
     def __init__(self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
                  clock: Clock | None = None) -> None:
-        """Only the rows of `prompts` are used. `clock` measures the calls. Early calls get a copy of `state` made now,
-        because sampling changes its token counts. RewardError if any function needs a column that no row has."""
+        """`prompts` are used only for their rows. `clock` measures the calls. Early calls get a copy of `state` made
+        now, because sampling changes its token counts. RewardError if any function needs a column that no row has."""
         self.rows = [prompt.row for prompt in prompts]
         self.columns, self.sizes = columns_of(self.rows), dict[int, int]()  # sizes: completions of each submitted group
         available = dict.fromkeys([*lists_of(scorer, [], self.columns), "trainer_state", "log_extra", "log_metric"])
@@ -97,7 +97,7 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
                 self.changed.notify_all()
 
     def next_calls(self) -> list[Call]:
-        """Return calls of all plain functions on the waiting groups; if no group waits, [], which ends the worker."""
+        """Return calls of all plain functions on the waiting groups. If no group waits, return [] to end the worker."""
         with self.changed:
             self.changed.wait_for(lambda: self.hurry or self.closed, LINGER)
             taken, self.waiting = self.waiting, []
@@ -112,8 +112,8 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
             return calls
 
     def wait(self, groups: list[RolloutGroup]) -> float:
-        """Wait until the early functions have scored all groups. Return the seconds that calls took before this wait,
-        hidden behind sampling; concurrent calls count once. RewardError if a call failed or passed its time limit."""
+        """Wait until the early functions have scored all groups. Return the seconds before this wait in which at least
+        one call ran: sampling hid them. RewardError if a call failed or passed its time limit."""
         for index, group in enumerate(groups):
             self.add_group(index, group.rollouts)  # groups that the engine has not reported
         with self.changed:
@@ -149,8 +149,8 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
         return self.scorer.scores([*self.calls, *whole], spans_of(sizes))
 
     def scored(self, index: int) -> Scores | None:
-        """Return the scores of a finished group while other groups are sampled; None if any score is missing or any
-        call failed. The lists begin with the group's completions; those of groups scored in the same calls follow."""
+        """Return the scores of group `index` while other groups are sampled; None if any score is missing or any call
+        failed. The lists begin with its completions; those of other groups that the same calls scored follow."""
         with self.changed:
             calls = [call for call in self.calls if index in call.groups and call.future.done()]
         if self.failed is not None or len(calls) < len(self.scorer.names):
@@ -178,7 +178,7 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 class EpisodeMessages(list[Message]):
     """All messages of an episode after its prompt: those of the assistant (with its tool calls), of tools and of the
     environment. It equals the list that TRL passes to reward functions, except that `completion[0]` is the last
-    assistant message, because functions for single answers read the answer there."""
+    assistant message, because functions written for single answers read the answer there."""
 
     def __getitem__(self, index: Any) -> Any:
         return self.answer if index == 0 else super().__getitem__(index)

@@ -98,7 +98,7 @@ class RewardScorer:
 
     @property
     def required(self) -> list[str]:
-        """The functions whose None leaves the whole group out of the step, without those of weight 0."""
+        """The `required` functions whose weight is not 0. Their None leaves the whole group out of the step."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
         return [name for name, func, weight in named if weight and getattr(contract.unwrap(func), "required", False)]
 
@@ -198,7 +198,7 @@ def put_together(calls: list[Call], names: list[str], spans: dict[int, range]) -
 
 
 def put(values: list[Any], places: Sequence[int], parts: list[Any]) -> None:
-    """Write `parts` into `values` at these positions."""
+    """Write each of `parts` into `values`, at its position in `places`."""
     for place, part in zip(places, parts, strict=True):
         values[place] = part
 

@@ -84,13 +84,13 @@ def check(reward_funcs: Any, dataset: Any, model: "FastGeneration",
 
     It finds functions that fail, take too long, do not return a list of numbers, need a column that is missing, pay the
     same for all completions, pay the same as another function, or pay for the empty answer. It also estimates the share
-    of groups that will carry signal. `model` is what FastLanguageModel returned, with LoRA or without. Its weights, the
-    dataset and torch's random state are unchanged. Tables are printed unless `show` is False. `timeout` is the seconds
-    that each function may take here: by default `args.reward_timeout`, but at most 10.
+    of groups whose rewards will differ, which alone give the run a signal. `model` is what FastLanguageModel returned,
+    with LoRA or without. Its weights, the dataset and torch's random state are unchanged. Tables are printed unless
+    `show` is False. `timeout` is the seconds that each function may take here: by default `args.reward_timeout`, but at
+    most 10.
 
     Raises the errors of a trainer: TypeError for a value that is not a function, ValueError for a wrong number of
-    weights or for `groups` below 1, DataError for a dataset that cannot be trained on.
-    """
+    weights or for `groups` below 1, DataError for a dataset that cannot be trained on."""
     started = time.monotonic()
     if groups < 1:
         raise ValueError(f"groups is {groups}; at least one prompt has to be sampled")
@@ -130,7 +130,7 @@ def prompt_source(dataset: Any, model: "FastGeneration", args: GRPOConfig, token
 
 
 def spread_rows(source: PromptSource) -> list[tuple[int, dict[str, Any]]]:
-    """Return at most ROWS rows as (index, row), spread evenly over the dataset; of a stream, the first rows."""
+    """Return at most ROWS rows as (index, row), spread evenly over the dataset. Of a stream, return the first rows."""
     rows = source.dataset.peek(ROWS) if isinstance(source.dataset, Stream) else source.dataset
     return [(number, rows[number]) for number in sorted({place * len(rows) // ROWS for place in range(ROWS)})]
 
@@ -175,7 +175,7 @@ def print_check(result: RewardCheck, console: Console | None = None) -> None:
 
 
 def fitting_table(result: RewardCheck, console: Console) -> Table:
-    """Return the table of functions, without the columns of DROPPED that do not fit the terminal."""
+    """Return the table of functions. Columns in DROPPED are left out one by one until it fits the terminal."""
     tables = (functions_table(result, DROPPED[:count]) for count in range(len(DROPPED)))
     fits = (table for table in tables if console.measure(table).maximum < console.width)
     return next(fits, functions_table(result, DROPPED))

@@ -113,7 +113,7 @@ def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[st
 
 def failed(name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
            dataset: str = "dataset") -> Finding:
-    """Return the finding that a function failed, with its fix. `columns` are those of the data, named `dataset`."""
+    """Return the finding that a function failed, with its fix. Messages name the data (`dataset`) and its `columns`."""
     if isinstance(error, TooLateError):
         severity = "error" if limit >= allowed else "warning"
         return Finding(severity, name, f"it did not return within {limit:g} s",
@@ -228,9 +228,9 @@ def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
 
 
 def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = True) -> Iterator[Finding]:
-    """Find that most completions were cut off, or that few groups carry signal (their rewards differ). `failures` is
-    the number of functions left out. If there are not `enough` groups to estimate a share, a lack of signal is reported
-    only if no group carries any."""
+    """Report that most completions were cut off, or that few groups carry signal (their rewards differ). `failures` is
+    the number of functions left out. Without `enough` groups to estimate a share, a lack of signal is reported only if
+    no group carries any."""
     with_signal, rollouts = groups_with_signal(groups), [rollout for group in groups for rollout in group.rollouts]
     cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     if cut > MOSTLY_CUT:

@@ -29,7 +29,7 @@ Place = tuple[Question, int]  # a completion's question, and its number among th
 
 @dataclass
 class Meter:
-    """The cost of judging: the counts since a judge was created, or of one call of it."""
+    """The cost of judging, as counts: of all calls since a judge was created, or of a single call."""
 
     calls: int = 0  # questions that were asked; a retry does not count again
     cached: int = 0  # questions answered from the cache
@@ -93,7 +93,7 @@ class Judge:
             self.cache.popitem(last=False)
 
     def end(self, now: Round) -> Round:
-        """Add the round to the meter, and return it. Warn once of each kind of trouble."""
+        """Add the round to the meter, and return it. Log one warning for each new kind of trouble."""
         self.meter.add(now)
         for trouble in now.troubles:
             if trouble.kind not in self.warned:
@@ -117,7 +117,7 @@ class JudgeReward(Reward):
 
     def __init__(self, name: str, judge: Judge, rubric: str, rubric_column: str | None, reference: str | None,
                  score_range: tuple[float, float] | None = None) -> None:
-        """With `score_range`, each completion is judged alone; with None, side by side with the others of its group."""
+        """With a `score_range`, each completion is judged alone. With None, all of a group are judged together."""
         super().__init__(name, tuple(column for column in (rubric_column, reference) if column is not None))
         self.judge, self.rubric, self.rubric_column, self.reference = judge, rubric, rubric_column, reference
         self.grouped, (self.low, self.high) = score_range is None, score_range or (0.0, 1.0)
@@ -136,8 +136,8 @@ class JudgeReward(Reward):
         return self.settle(places, self.judge.rate([*asked]), call)
 
     def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Place]:
-        """Return (question, index of its answer) for each completion. A group is consecutive completions with the same
-        prompt, and in episodes the same seed; its equal completions are shown once. TypeError without prompts."""
+        """Return (question, index among its answers) for each completion. A group is consecutive completions with the
+        same prompt, and in episodes the same seed. Its equal completions are shown once. TypeError without prompts."""
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
         nothing = [None] * len(texts)
@@ -216,10 +216,9 @@ def ruler(judge: Judge, rubric: str = GROUP_RUBRIC, *, reference: str | None = N
     """Return a reward from 0 to 1, relative within a group: the judge sees the prompt and all completions side by side.
 
     Multi-turn episodes are compared as a whole, with the results of their tools. Identical completions are shown once
-    and get the same score; if all completions of a group are identical, the judge is not asked, and each gets 0.5, or 0
-    if it is empty. A group is consecutive completions with the same prompt, and for episodes the same seed. `reference`
-    and `rubric_column` work as in `judged`. The reward is None if the judge failed. After RULER (ART).
-    """
+    and get the same score. If all completions of a group are identical, the judge is not asked: each gets 0.5, or 0 if
+    it is empty. A group is consecutive completions with the same prompt, and for episodes the same seed. `reference`
+    and `rubric_column` work as in `judged`. The reward is None if the judge failed. After RULER (ART)."""
     return reward(name, judge, rubric, rubric_column, reference)
 
 

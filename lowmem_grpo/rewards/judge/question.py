@@ -203,12 +203,12 @@ class Question:
 
     @property
     def mark(self) -> str:
-        """The mark on every line around the material: part of the hash, so that no text can contain it."""
+        """The mark in the lines around the material. It is part of the hash, so that no text can contain it."""
         return self.key[:12]
 
     @property
     def is_open(self) -> bool:
-        """Whether the judge must be asked: not if a group has a single distinct answer."""
+        """Whether the judge must be asked. A comparison of a group with a single distinct answer needs no judge."""
         return not self.grouped or len(self.answers) > 1
 
     @property
@@ -241,8 +241,8 @@ class Question:
 
 
 def compared(prompt: str, answers: Sequence[Any], rubric: str, reference: str | None = None) -> Question:
-    """Return the question that compares distinct answers, which are texts or transcripts. The lines with which all
-    transcripts begin are moved to the prompt."""
+    """Return the question that compares distinct answers, which are texts or transcripts. If all transcripts begin with
+    the same lines, these are moved to the prompt."""
     if isinstance(answers[0], str):
         return Question(prompt, tuple(answers), rubric, reference, grouped=True)
     least = min(map(len, answers))

@@ -78,7 +78,7 @@ class SelfJudge(Judge):
         return bad_replies
 
     def encode(self, question: Question, fault: str | None, now: Round) -> list[int] | None:
-        """Return a question's ids as one user turn (some templates have no system turn); None if it is too long."""
+        """Return a question's token ids as one user turn (some templates have no system turn); None if too long."""
         tokenizer = self.tokenizer
         text = without_controls("\n\n".join(message["content"] for message in question.messages(fault)), tokenizer)
         if tokenizer.chat_template:

@@ -113,7 +113,7 @@ class UrlJudge(Judge):
         return self.end(now)
 
     def session(self) -> tuple[openai.AsyncOpenAI, asyncio.Semaphore]:
-        """Return the client and the semaphore that limits its requests; both are bound to this event loop."""
+        """Return the client and the semaphore that limits its requests. Both are bound to the current event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self.sessions:
             self.sessions = {other: held for other, held in self.sessions.items() if not other.is_closed()}
@@ -160,7 +160,7 @@ class UrlJudge(Judge):
         return text
 
     def plain(self, said: object) -> str:
-        """Return one line of at most SHOWN printable characters, without the secrets."""
+        """Return the text of `said` as one line of at most SHOWN printable characters, without the secrets."""
         text = " ".join(self.hide(str(said)).split())[:SHOWN]
         return "".join(char if char.isprintable() else "?" for char in text)
 

@@ -63,7 +63,7 @@ def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Ver
 
 
 def labelled_number(label: Any) -> Fraction | None:
-    """Return the number in a label: the whole label, or the answer that it states; None if there is no number."""
+    """Return the number of a label: the whole label, or the answer that it states; None if neither is a number."""
     number = read_number(label)
     return read_number(stated(label)) if number is None and isinstance(label, str) else number
 
@@ -84,8 +84,8 @@ def same_boxed(text: str, label: Any) -> Verdict:
 
 
 def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
-    """Return whether an answer equals the label; None for an empty label, or if they differ and the label is prose.
-    `ask` compares expressions."""
+    """Return whether an answer equals the label. Return None for an empty label, and if they differ and the label is
+    prose. `ask` compares expressions."""
     written = stated(str(label)) if label is not None else ""
     wanted = read_answer(written)
     if not wanted.tokens:
@@ -158,7 +158,7 @@ def json_match(schema: dict[str, Any] | None = None) -> TextVerifier:
 
 
 def references(schema: Any) -> Iterator[dict[str, str]]:
-    """Yield the references in a schema (a `Resource`), except those inside a subschema that has its own `$id`."""
+    """Yield the references in a `Resource`'s schema, except those inside a subschema that has its own `$id`."""
     held = schema.contents if isinstance(schema.contents, dict) else {}
     yield from ({name: held[name]} for name in REFERENCES if isinstance(held.get(name), str))
     for part in schema.subresources():

@@ -230,8 +230,8 @@ def unreadable(tests: Any, function: str | None = None) -> str | None:
 
 
 def verdict_of(tests: list[TestVerdict] | None) -> Verdict:
-    """Return the verdict on a completion: True if all tests passed, False if one failed; None if its code was not run,
-    or if no test failed and some test has no verdict."""
+    """Return the verdict on a completion: False if a test failed, True if all tests passed. In all other cases return
+    None: some test has no verdict, or the code was not run."""
     if tests is None or (untestable(tests) and all(test.passed or test.untestable for test in tests)):
         return None
     return all(test.passed for test in tests)

@@ -1,5 +1,5 @@
 """Rewards for the form of a completion: a verifier of its whole tag format and a reward for each tag; its length in
-tokens, words or characters; penalties near the run's own limit and on repetition."""
+tokens, words or characters; a penalty for completions near the length limit, and one for repetition."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ UNITS: dict[str, Callable[[Any], int]] = {
 
 
 def length_near(target: int, spread: int, unit: str = "tokens") -> Reward:
-    """Return a reward of 1 at the length `target`, which falls linearly to 0 at `spread` units from it."""
+    """Return a reward that is 1 at the length `target` and falls linearly to 0 at a distance of `spread` units."""
     require("target", target, at_least(0, int))
     require("spread", spread, at_least(1, int))
     return measured("length_near", pay_near, unit, target=target, spread=spread)
@@ -95,7 +95,7 @@ def pay_excess(completion: Any, unit: str, longest: int, pay: float) -> float:
 
 
 def measured(name: str, rule: Callable[..., float], unit: str, **settings: Any) -> Reward:
-    """Return a reward that applies `rule` to completions, measured in this unit. ValueError for an unknown unit."""
+    """Return a reward that applies `rule` to the length of completions in `unit`. ValueError for an unknown unit."""
     require("unit", unit, one_of(*UNITS))
     return (TokenReward if unit == "tokens" else TextReward)(name, rule, unit=unit, **settings)
 

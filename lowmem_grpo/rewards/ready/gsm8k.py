@@ -67,13 +67,13 @@ def strict_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
 
 
 def soft_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
-    """Return 0.5 for each completion that begins with both blocks, with any line breaks and any text after; else 0."""
+    """Return 0.5 for each completion that begins with <reasoning>...</reasoning> and <answer>...</answer>, else 0.0."""
     return [0.5 if keeps_softly(text) else 0.0 for text in completion_texts(completions)]
 
 
 def keeps_softly(text: str) -> bool:
-    """Return whether </reasoning> is followed by <answer>, and later by </answer>. Only the first such pair is checked:
-    if no </answer> follows it, none follows a later one."""
+    """Return whether the text begins with <reasoning>...</reasoning><answer>, and </answer> comes later. Only the first
+    </reasoning><answer> is checked: if no </answer> follows it, none follows a later one."""
     joint = JOINT.search(text) if text.startswith("<reasoning>") else None
     return joint is not None and text.find("</answer>", joint.end()) >= 0
 

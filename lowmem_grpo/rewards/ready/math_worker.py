@@ -38,8 +38,8 @@ def read(answer: str) -> list[sympy.Basic]:
 
 
 def agree(label: sympy.Basic, answer: sympy.Basic) -> bool:
-    """Return whether two expressions have the same digits at a point, since math-verify treats all tiny numbers as
-    equal; True if they have no numerical value at that point."""
+    """Return whether two expressions have the same value, to many digits, at one point: math-verify treats all tiny
+    numbers as equal. Return True if one of them has no numerical value at that point."""
     names = sorted(label.free_symbols | answer.free_symbols, key=str)
     point = {symbol: sympy.Rational(1000 + 37 * number, 613) for number, symbol in enumerate(names)}
     wanted, value = (side.subs(point).doit().evalf(DIGITS) for side in (label, answer))

@@ -118,7 +118,7 @@ def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
 
 def bracketed(tokens: Tokens) -> AnswerPart | None:
     """Return the part in the brackets that enclose all tokens, or None. A single value in parentheses becomes the value
-    itself, and a set of several values a list."""
+    itself; a set of several values becomes a list."""
     tokens = tokens[1:] if tokens[:1] == (TEXT,) else tokens
     depths = list(itertools.accumulate(map(depth, tokens)))
     if len(tokens) < 3 or 0 in depths[:-1] or depths[-1] or tokens[0] in ("\\lfloor", "\\lceil"):
@@ -136,7 +136,7 @@ def depth(token: str) -> int:
 
 
 def two_values(tokens: Tokens) -> AnswerPart | None:
-    r"""Return the two values of an expression with one \pm; None if it has not exactly one."""
+    r"""Return the two values of an expression with exactly one \pm; None for any other expression."""
     if tokens.count("\\pm") != 1:
         return None
     place = tokens.index("\\pm")
@@ -178,7 +178,7 @@ def equal_lists(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
 
 
 def equal_relations(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether two equations or inequalities have the same difference of sides; for equations, up to the sign."""
+    """Return whether left minus right side is the same in both relations. In equations its sign may be opposite."""
     if label.kind not in ("=", "<", "\\le", "\\ne") or any(inner.kind for inner in (*label.parts, *answer.parts)):
         return False
     sides = (answer.parts, answer.parts[::-1]) if label.kind in ("=", "\\ne") else (answer.parts,)
@@ -204,7 +204,7 @@ def equal_values(label: Tokens, answer: Tokens, ask: Ask) -> bool:
 
 
 def read_value(text: str) -> object:
-    """Return the number that joined tokens stand for; None if it is not a number, or has a leading zero (007)."""
+    """Return the number that a text of joined tokens means. None if it is not a number, or has a leading zero (007)."""
     if re.search(r"(?<![0-9.])0[0-9]", text):
         return None
     return read_number(re.sub(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", "", text))
@@ -252,7 +252,7 @@ def unit_and_rest(tokens: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
 
 
 def starts_unit(token: str) -> bool:
-    """Return whether a unit or a scale word begins with this token; a single letter never, as it may be a variable."""
+    """Return whether a unit or scale word begins with this token. A single letter never does: it may be a variable."""
     return token in (TEXT, "%", "°", *CURRENCIES) or (len(token) > 1 and (token in UNITS or token in SCALES))
 
 

@@ -77,7 +77,7 @@ def between(text: str, opening: str, closing: str) -> str | None:
 
 
 def after(mark: str) -> Place:
-    """Return a Place: the rest of the line after the last `mark`, such as GSM8K's "####". ValueError if it is empty."""
+    """Return a Place: the rest of the line after the last `mark`, such as GSM8K's "####". ValueError if empty."""
     if not isinstance(mark, str) or not mark:
         raise ValueError(f"after got the mark {mark!r}; give the characters that stand before the answer")
     return functools.partial(behind, mark=mark)
@@ -90,8 +90,8 @@ def behind(text: str, mark: str) -> str | None:
 
 
 def stated(label: str) -> str:
-    r"""Return the answer in a label: the content of its last \boxed{...}, the text after its last ####, or the answer
-    in a sentence such as "The answer is 43."; else the label itself."""
+    r"""Return the answer that a label states: the content of its last \boxed{...}, the text after its last ####, or the
+    answer in a sentence such as "The answer is 43." A label without any of these is the answer itself."""
     if (marked := boxed(label) or behind(label, "####")) is not None:
         return marked
     sentences = STATED.findall(label)
@@ -214,7 +214,7 @@ def value_of(text: str) -> Fraction:
 
 
 def power(base: Fraction, exponent: Fraction) -> Fraction:
-    """Return a power of a whole number. ValueError if base or exponent is too large, or not whole."""
+    """Return `base` to the power `exponent`, for whole numbers. ValueError if either is not whole, or too large."""
     if not 0 < base < 10**6 or abs(exponent) > MAX_EXPONENT or base.denominator != 1 or exponent.denominator != 1:
         raise ValueError("beyond reason")
     return base ** int(exponent)

@@ -68,7 +68,7 @@ def read_cases(tests: Any, function: str | None = None) -> list[Case]:
 
 def read_case(test: Any, each_alone: bool = False) -> Case:
     """Return one test. Keys that are None count as absent, because datasets add them. ValueError for an unknown form.
-    `each_alone`: each wrapped result of the row is a list of one value, and the bare value is right too."""
+    `each_alone`: if the expected result is `wrapped` in a list of one value, the bare value is right too."""
     if isinstance(test, str) and test.strip():
         return read_code(test)
     entries = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}

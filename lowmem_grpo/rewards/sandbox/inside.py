@@ -98,7 +98,7 @@ def limit(limits: dict[str, float]) -> None:
 
 
 class TextLoader(importlib.machinery.SourceFileLoader):
-    """A loader of a module from its source or syntax tree; a file could be changed before it is read."""
+    """A loader of a module from its source or syntax tree. A file could be changed before it is read."""
 
     def __init__(self, path: str, source: Any) -> None:
         super().__init__("", path)
@@ -180,8 +180,8 @@ def of_module(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> A
 
 
 def find(module: ModuleType, name: str) -> Any:
-    """Return the function of this name, or the method of a new object for "Solution.two_sum", or for "two_sum" if the
-    module has no such function. NameError if there is none."""
+    """Return the function of this name, or for "Solution.two_sum" the method of a new object. If there is no function
+    two_sum, "two_sum" also finds that method. NameError if there is neither."""
     target: Any = module
     if not hasattr(module, name) and "." not in name and hasattr(getattr(module, "Solution", None), name):
         name = f"Solution.{name}"

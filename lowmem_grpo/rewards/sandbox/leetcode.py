@@ -75,7 +75,7 @@ def names() -> dict[str, Any]:
 
 
 def for_tests(wanted: set[str], source: str) -> dict[str, Any]:
-    """Return those of a test's names that never come from the code: the helpers, and Python's modules."""
+    """Return the names in `wanted` that stand for LeetCode's helpers or Python's modules, with their values."""
     # a name that is called is a function of the code, even if a module has that name
     modules = {name: importlib.import_module(name) for name in wanted & set(MODULES) if f"{name}(" not in source}
     helpers = HELPERS | NODES if wanted & HELPERS.keys() else {}

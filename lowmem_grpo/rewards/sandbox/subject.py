@@ -101,9 +101,9 @@ async def at_once(value: Any) -> Any:
 
 
 def asked(name: str) -> Callable[..., Any]:
-    """Return a method that asks the code for a result that must be data, such as a length. Immutable plain data is
-    fetched once, and computed with in the test's process. Undecided for an object that was made with a value of the
-    test, since it could return what the test expects."""
+    """Return a method that asks the code for a result that must be data, such as a length. If the object is immutable
+    plain data, it is fetched once, and the test's process computes the result. Undecided for an object that was made
+    with a value of the test, since it could return what the test expects."""
     def ask(self: Subject, *args: Any) -> Any:
         self._not_fed()
         if self._plain and not isinstance(data := self._as_data(None), CHANGEABLE):
@@ -127,9 +127,9 @@ def compared(name: str) -> Callable[..., Any]:
 
 
 def computed(name: str, turned: bool = False) -> Callable[..., Any]:
-    """Return a method for a binary operation. The test computes the result for plain data, and the code under test for
-    its own objects. If such an object meets data of the test, the result must be an object, which is marked `_fed`: it
-    may hold what the test expects, as in abs(f(2) - 4) < 0.1."""
+    """Return a method for a binary operation. If the object is plain data, the test computes the result. Otherwise the
+    code does, if the other value is its object too or the test names the object's class. With a value of the test, the
+    result must be an object. It is marked `_fed`, as it may hold what the test expects: abs(f(2) - 4) < 0.1."""
     def compute(self: Subject, other: Any) -> Any:
         if not self._plain and (isinstance(other, Subject) or self._kind in self._link.named):
             result = self._ask(name, *((other, self) if turned else (self, other)))

@@ -191,7 +191,7 @@ class Trial:
         return min(time.monotonic() + self.limits.seconds, self.ends)
 
     def serving(self) -> Worker:
-        """Return the code's process, started if needed. WorkerEnded if the code does not load, which is tried once."""
+        """Return the code's process, started if needed. WorkerEnded if the code, loaded only once, does not load."""
         if self.broken is not None:
             raise self.broken
         if "serve" not in self.workers:
@@ -263,7 +263,7 @@ def failure_of(reply: dict[str, Any]) -> tuple[str, str]:
 
 
 def shown(tree: Any) -> str:
-    """Return an encoded value as readable text: a small one as Python shows it, a large one as JSON, cut at SHOWN."""
+    """Return an encoded value as readable text: as Python shows it, or if it is large, as JSON, cut at SHOWN."""
     try:
         text = json.dumps(tree)
     except RecursionError:

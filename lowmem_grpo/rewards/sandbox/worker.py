@@ -85,7 +85,7 @@ def usage_of_folder(folder: str, most: int) -> tuple[int, int]:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder with all its content. The second try is for write-protected and very deep directories."""
+    """Remove a folder with all its content. A second try removes write-protected and very deep directories."""
     shutil.rmtree(folder, ignore_errors=True)
     if Path(folder).exists():
         for words in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):

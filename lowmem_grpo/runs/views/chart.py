@@ -126,7 +126,7 @@ def smooth(values: list[float], around: int) -> list[float]:
 
 
 def smoothed(chart: Chart, line: Line) -> Line:
-    """Return the smoothed line with its band; the same object if the line is not smoothed."""
+    """Return the smoothed line with its band. Return `line` itself if it is not to be smoothed."""
     around = window(len(line.points)) // 2
     if not chart.smooth or line.dots or line.level or not around:
         return line

@@ -145,13 +145,13 @@ def comparison(runs: dict[str, list[Chart]]) -> list[Chart]:
 
 
 def main_line(chart: Chart) -> Line:
-    """Return a chart's first curve; if it has none, its first line."""
+    """Return a chart's first line that is a curve; if there is no curve, its first line."""
     return next((line for line in chart.lines if not (line.dots or line.level)), chart.lines[0])
 
 
 def measured(summary: Record) -> dict[str, tuple[int, float, tuple[float, float] | None]]:
-    """Return the accuracies on held-out problems that were measured, "before" and "after": the step, the share, and its
-    95% interval if the number of problems is known."""
+    """Return the measured accuracies on held-out problems, by "before" and "after" training, as (step, share, 95%
+    interval). The interval is None if the number of problems is unknown."""
     steps, problems = {"before": 0, "after": summary.get("steps") or 0}, summary.get("eval_problems")
     return {when: (step, share, wilson_interval(share, problems) if problems else None)
             for when, step in steps.items() if (share := summary.get(f"accuracy_{when}")) is not None}

@@ -44,7 +44,7 @@ def any_console(**options: Any) -> Console:
 
 
 def print_line(console: Console, text: str | Text) -> None:
-    """Print a paragraph: as one line if piped; on a terminal wrapped between words only, so that paths stay whole."""
+    """Print a paragraph: as one line if piped; wrapped only between words on a terminal, so that paths stay whole."""
     line = Text(text) if isinstance(text, str) else text
     if console.is_terminal:
         line = Text(between_words(line.plain, console.width), spans=line.spans)  # a break replaces a space

@@ -127,7 +127,7 @@ class LiveView:
             live.stop()
 
     def time_left(self) -> str:
-        """Return the time left, by the mean time of the steps since this start, except the first one; or "unknown"."""
+        """Return the time left as text, from the mean time of this start's steps without the first; or "unknown"."""
         left = self.step_times.left(self.max_steps)
         return "unknown" if left is None else time_text(round(left))
 
@@ -187,7 +187,7 @@ class LiveView:
         return [*self.first, ("reward", "reward", "reward"), *functions, *CURVES]
 
     def spread(self, key: str, before: str, after: str = "") -> str:
-        """Return the rewards' standard deviation as text for the key "reward"; empty for any other key."""
+        """Return the rewards' standard deviation between `before` and `after`; empty if the key is not "reward"."""
         spread = self.history.get("reward_std") if key == "reward" else None
         return f"{before}{spread[-1]:.3f}{after}" if spread else ""
 
@@ -253,7 +253,7 @@ class TrajectoryView(LiveView):
         self.draws = False
 
     def line(self, logs: dict[str, float]) -> str:
-        """Return a step's line, without max_steps and time left if unknown; if it has no loss, the caller's metrics."""
+        """Return a step's line; without a loss, the caller's metrics. Unknown max_steps and time left are omitted."""
         if "loss" not in logs:
             own = (f"{name} {shown(name, value)}" for name, value in logs.items() if name not in ("step", "epoch"))
             return "  ".join([f"step {logs['step']:.0f}", *own])

@@ -46,7 +46,7 @@ class Picture:
 
 def curves(run_dir: str | Path, *titles: str) -> Picture:
     """Draw the curves of a finished or running run: those with these titles, or all. FileNotFoundError without a
-    metrics.jsonl; ValueError for an unknown title, with the known ones."""
+    metrics.jsonl; ValueError, which lists the known titles, for an unknown one."""
     folder = Path(run_dir)
     rows, completions = report.rows_of_run(folder), report.completions_of_run(folder)
     drawn = report.from_summary(lambda summary: figures(rows, completions, summary), report.summary_of_run(folder))
@@ -86,7 +86,7 @@ def accuracies(models: Mapping[str, Answers]) -> Picture:
 
 
 def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: str | None = None) -> Picture:
-    """Draw a bar for each plan, by components in GiB, of the `phase` "train" or "rollout". ValueError for another
+    """Draw a bar for each plan: the GiB of its components in the `phase` "train" or "rollout". ValueError for another
     phase, or if `plans` is empty."""
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; allowed are {', '.join(PHASES)}")
@@ -103,7 +103,7 @@ def memory_bars(plans: Mapping[str, MemoryPlan], phase: str = "train", title: st
 
 
 def bars(groups: Mapping[str, Mapping[str, float]], title: str, form: str = "{:,.4g}") -> Picture:
-    """Draw a bar for each value of each group, with a label by `form`; values of the same name share a colour."""
+    """Draw a bar for each value of each group, labelled as in `form`. Values of the same name share a colour."""
     longest = max((value for values in groups.values() for value in values.values()), default=0.0)
     names = list(dict.fromkeys(name for values in groups.values() for name in values))
     colours = {name: LINES[place % len(LINES)] for place, name in enumerate(names)}

@@ -137,7 +137,7 @@ def left_out(kept: int, logged: int) -> str:
 
 
 def before_and_after_training(summary: Record) -> Record | None:
-    """Return answers before and after training, changed ones first; None if the run did not keep them."""
+    """Return the answers before and after training, changed ones first. None if the run did not record them."""
     samples = sorted(summary.get("samples") or [], key=lambda sample: KINDS.index(verdicts(sample)))
     if not samples:
         return None

@@ -42,8 +42,8 @@ def shown_sample(record: Record) -> Record:
 
 
 def shown_turns(turns: list[Record]) -> list[Record]:
-    """Return the shown part of an episode's turns: texts are cut to about `TEXTS * LONGEST` characters together, and
-    the middle turns are left out beyond `MOST_TURNS`."""
+    """Return the shown part of an episode's turns. Texts are cut to about `TEXTS * LONGEST` characters in all, and the
+    middle turns are left out beyond `MOST_TURNS`."""
     half = MOST_TURNS // 2
     numbered = [{"number": number, **turn} for number, turn in enumerate(turns, start=1)]
     kept = numbered if len(turns) <= MOST_TURNS else [*numbered[:half], *numbered[-half:]]
@@ -73,7 +73,7 @@ def fields_of(record: Record, kinds: dict[str, Any], longest: int) -> Record:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return whether a value has this type and, if a number, can be drawn."""
+    """Return whether a value has this type and, if it is a number, is small enough to be drawn."""
     return isinstance(value, kind) and (kind is not NUMBER or abs(value) < LARGEST)
 
 

@@ -59,8 +59,8 @@ def was_given(option: str) -> bool:
 
 
 def is_ours(trace: Any, through_python: bool = False) -> bool:
-    """Return whether this package, not a library, raised an error: the traceback of a library's error is needed. With
-    `through_python`, an error of the standard library counts too, if this package called it."""
+    """Return whether this package, not a library, raised an error. For a library's error, users need the traceback.
+    With `through_python`, an error of the standard library counts too, if this package called it."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     while through_python and (files[-1].startswith("<frozen") or Path(files[-1]).is_relative_to(PYTHONS)):
         files.pop()
@@ -102,8 +102,8 @@ class CurrentStderr(logging.StreamHandler):
 
 
 def quiet() -> None:
-    """Log this package's messages to the terminal, and only errors of libraries. With several ranks, only the first
-    shows notes; the others show only warnings, with their rank."""
+    """Log this package's messages to the terminal, and only errors of libraries. With several ranks, the first shows
+    messages from INFO on, and the others, with their rank, from WARNING on."""
     place = this_place()
     form = "%(message)s" if place.leads else f"rank {place.rank}: %(message)s"
     handler = CurrentStderr()

@@ -106,7 +106,7 @@ class Dispatcher:
             self.queue.change(job, state=WAITING, why=f"{LOST}; it goes on from its last checkpoint", resume=True)
 
     def why_not(self, job: Job) -> str:
-        """Return why a job cannot start beside the running ones; "" if it can."""
+        """Return why a job must wait for running jobs; "" if the GPU has enough left for it."""
         live = self.queue.live()
         taken = sum(other.share for other in live)
         if job.share + taken < 1.000001:  # shares 0.3, 0.3 and 0.4 add up to one
@@ -133,8 +133,8 @@ class Dispatcher:
 
 
 def wait_for_room(recipe: str, arguments: list[str]) -> None:
-    """Wait until this GPU has room for what a recipe's plan needs; return at once without a GPU or presets. PLANNED
-    says why the job waits. SystemExit, with the plan's advice, if the run does not fit its share of an empty GPU."""
+    """Wait until this GPU has room for what a recipe's plan needs; do not wait without a GPU, or PRESETS in the recipe.
+    The file PLANNED says why it waits. SystemExit, with advice, if the run exceeds its share of an empty GPU."""
     if driver_version() is None:
         return
     import torch

@@ -82,7 +82,7 @@ class JobQueue:
     """All jobs of a server. Thread-safe; each change is on the disk when its method returns."""
 
     def __init__(self, database: Database, folder: Path) -> None:
-        """`folder` holds one folder per job, named by the job's number."""
+        """`folder` contains a folder for each job, named by the job's number."""
         database.add([TABLE])
         self.database, self.folder = database, folder
 
@@ -95,7 +95,7 @@ class JobQueue:
         return self.one(int(made.lastrowid or 0))
 
     def one(self, number: int, owner: str | None = None) -> Job:
-        """Return the job of this number; with `owner`, only one of that user's. LookupError if there is none."""
+        """Return the job of this number. LookupError if there is none, or with `owner`, if it is another user's."""
         for job in self.where("id = ?", str(number)):  # as a text, since SQLite refuses very large numbers
             if owner in (None, job.owner):
                 return job

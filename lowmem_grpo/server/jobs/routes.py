@@ -28,7 +28,7 @@ async def as_chat_errors() -> AsyncIterator[None]:
 
 
 def owner_of(request: Request) -> str | None:
-    """Return the user whose jobs a request may see, None for those of all users. ChatError for a key without jobs."""
+    """Return the user whose jobs a request may see (None: all users). ChatError if the key does not allow jobs."""
     user: User = request.scope["holder"]
     if not user.may(JOBS):
         raise ChatError(403, f"the key of {user.name} may not use jobs, which run programs on the server's machine; "
@@ -82,7 +82,7 @@ def jobs_router(queue: JobQueue, check: Callable[[str, list[str]], None]) -> API
 
 
 class JobsSource:
-    """The jobs as a `RunSource` for the page: the owner sees all jobs, a user with the right to jobs their own."""
+    """The jobs as a `RunSource` for the page. The owner sees all jobs; a user who may use jobs sees only their own."""
 
     def __init__(self, queue: JobQueue, title: str) -> None:
         self.queue, self.title = queue, title

@@ -52,7 +52,7 @@ class ChatHandler:
         return self.histories.turn(name)
 
     def parent(self, name: str) -> str | None:
-        """Return the name of the turn that a turn continues; None if there is none."""
+        """Return the name of the turn that turn `name` continues; None if it continues no turn."""
         return self.histories.parent(name)
 
     async def create(
@@ -130,7 +130,7 @@ class PendingCompletions:
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
 
     async def drawn(self, place: int) -> tuple[Turn, dict[str, Any] | None]:
-        """Await a call's turn, and OpenAI's logprobs if the request asks for them. ChatError if the call failed."""
+        """Await the turn of call number `place`, and OpenAI's logprobs if requested. ChatError if the call failed."""
         call, count, likeliest = self.calls[place], self.asked.likeliest, None
         try:
             turn = await asyncio.wrap_future(call.future)
@@ -184,7 +184,7 @@ class PendingCompletions:
 
 
 class PendingChat(PendingCompletions):
-    """The answers to one chat request, each a turn of its conversation."""
+    """The answers to one chat request. Each becomes a turn of the request's conversation."""
 
     prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
     asked: ChatRequest

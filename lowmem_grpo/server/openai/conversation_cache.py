@@ -133,7 +133,7 @@ class ConversationCache:
             return PromptState(ids, key, session, said[-1], dialect, parent)
 
     def close_prompt(self, opening: PromptState, kept: bool) -> None:
-        """Close an opened prompt. Unless its turns were `kept`, its parent turn counts one continuation less."""
+        """Close an opened prompt. Unless its turns were `kept`, it no longer counts as a continuation of its parent."""
         with self.lock:
             if opening.open and not kept and opening.parent is not None:
                 opening.parent.continued -= 1
@@ -194,7 +194,7 @@ class ConversationCache:
     def dialect_for(
         self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None
     ) -> Dialect:
-        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if it writes no calls."""
+        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if it has no calls."""
         kwargs = self.template_kwargs | dict(template_kwargs or {})
         key = canonical([tools or None, kwargs])
         if key not in self.dialects:

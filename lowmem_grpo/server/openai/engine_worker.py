@@ -70,8 +70,8 @@ class EngineWorker:
     # Called from any thread
 
     def submit(self, call: Call) -> "Future[Turn]":
-        """Queue a call, and return a future of its turn; the future raises ValueError if the call cannot be decoded.
-        If the future is cancelled, a call already in the engine is still sampled to its end, and dropped."""
+        """Queue a call, and return a future of its turn, which raises ValueError if the call cannot be decoded. If the
+        future is cancelled, a call already in the engine is still sampled to its end, but its result is dropped."""
         self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
         own, number = call.params.seed, next(self.numbers)
         call.seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
@@ -88,16 +88,16 @@ class EngineWorker:
 
     def run(self, function: Callable[[], T], sleep: bool = True) -> "Future[T]":
         """Run a function (training, saving) in the worker's thread while no call is in the engine; return a future of
-        its result. The engine sleeps first, which frees its memory, unless `sleep` is false. Like `submit`, raises
-        RuntimeError in the worker's own thread: waiting there for the future would never end."""
+        its result. With `sleep`, the engine sleeps first, which frees its memory. RuntimeError if called in the
+        worker's thread, as in `submit`: waiting there for the future would never end."""
         self.check_elsewhere("call the function itself")
         job = WorkerTask(function, sleep)
         self.waiting.add(job)
         return job.future
 
     def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
-        """Return a future of the log-probs of each completion token and of the `count` likeliest tokens in its place.
-        One more forward pass computes them."""
+        """Return a future of the log-probs of each completion token, and of the `count` likeliest tokens at its
+        position. One more forward pass computes them."""
         return self.run(partial(self.look_again, call, turn, count), sleep=False)
 
     def close(self, timeout: float | None = None) -> None:
@@ -156,8 +156,8 @@ class EngineWorker:
         self.rounds.append(engine_session.widest)
 
     def awake(self) -> Engine:
-        """Return the engine. It is requested anew from the model if there is none, if it is vLLM (a process has only
-        one, which another model may have used), or if its `policy` is not the current one."""
+        """Return the engine. It is requested from the model if there is none yet, or if its `policy` is not the current
+        one. vLLM is always requested: a process has only one, which another model may have used."""
         now: Any = self.engine
         if now is None or (not self.given and (now.name == "vllm" or now.policy is not self.policy)):
             engine = self.model.engine(self.policy, self.tokenizer)

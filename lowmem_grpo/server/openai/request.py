@@ -198,7 +198,7 @@ class CompletionRequest(Body, extra="forbid"):
 
     @property
     def likeliest(self) -> int | None:
-        """The number of likely tokens reported beside each sampled one; None without log-probabilities."""
+        """The number of likeliest tokens to report at each position; None without log-probabilities."""
         raise NotImplementedError
 
 

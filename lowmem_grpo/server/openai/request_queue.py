@@ -95,11 +95,11 @@ class RequestQueue:
     def take_calls(
         self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, expected: Round
     ) -> list[Call]:
-        """Return up to `most` calls of a `batch_key` (None: all); none if other items wait, unless these are the
+        """Return up to `most` calls of a `batch_key` (None: all). If other items wait, return no calls, except the
         `first` calls of a session.
 
         With `wait`, block until any item waits. Then wait for as many calls as in the `expected` round, to decode them
-        together, while they arrive within a fraction of its seconds, and no other items wait."""
+        together; stop if another item comes, or if no call comes for a fraction of that round's seconds."""
         with self.changed:
             if wait:
                 self.changed.wait_for(lambda: self.lines or self.closed)
@@ -141,7 +141,7 @@ class Keys:
         return next(self.numbers)
 
     def number_of(self, call: Call, engine_session: int) -> int:
-        """Return the number of a call's conversation. A saved adapter, which may change, gets new ones per session."""
+        """Return the number of a call's conversation: a new one per session with a saved adapter, which may change."""
         if call.key is None:
             return self.new()
         name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else engine_session)
@@ -159,7 +159,7 @@ class EngineSession:
     def __init__(
         self, waiting: RequestQueue, batch_key: tuple[object, ...], keys: Keys, before: Round = NO_ROUND
     ) -> None:
-        """`before` is the widest round of earlier sessions, from which the next one's size is predicted."""
+        """`before`, the round with the most calls in earlier sessions, predicts the size of the first one here."""
         self.waiting, self.batch_key, self.keys, self.number = waiting, batch_key, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this session with the most calls
         self.open: dict[int, Call] = {}
@@ -177,14 +177,14 @@ class EngineSession:
         return []
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
-        """Set a finished completion as its call's result; drop it if the call was cancelled."""
+        """Give a finished completion to its call as the result. If the call was cancelled, drop the completion."""
         call = self.open.pop(key)
         self.back += 1
         if call.future.set_running_or_notify_cancel():
             call.future.set_result(turn_of(call, rollout))
 
     def fail(self, error: BaseException) -> None:
-        """Fail the calls in the engine with this error; if there are none, the waiting ones of the same `batch_key`."""
+        """Fail the calls in the engine with this error, or if there are none, the waiting calls of this `batch_key`."""
         left = list(self.open.values()) or self.waiting.drain(self.batch_key)
         self.open.clear()
         logger.warning("%d calls failed with the engine: %s: %s", len(left), type(error).__name__, error)
@@ -211,13 +211,13 @@ class EngineSession:
 
     @property
     def expected(self) -> Round:
-        """The round that predicts the next one, if the engine decodes in rounds; else `NO_ROUND`."""
+        """The predicted calls and seconds of the next round; `NO_ROUND` if the engine does not decode in rounds."""
         if self.engine is None or self.engine.name == "vllm":
             return NO_ROUND
         return self.last if self.begun else self.before
 
     def enter(self, call: Call) -> Request:
-        """Add a call, and return its engine request; a key that is in use is replaced by a new one."""
+        """Add a call, and return its engine request. If its key is in use in the engine, it gets a new one."""
         key = self.keys.number_of(call, self.number)
         if key in self.open:
             key = self.keys.new()

@@ -63,7 +63,7 @@ class Page:
         return follower
 
     def runs(self, user: User, names: list[str]) -> dict[str, Listed]:
-        """Return those of the named runs that this user may see; without names, the run to show by default."""
+        """Return those of the named runs that this user may see. Without names, return the run to show by default."""
         runs = {run.name: run for run in self.source.all(user)}
         return {name: runs[name] for name in names or sorted(runs, key=lambda name: not runs[name].can_show)[:1]
                 if name in runs}
@@ -94,7 +94,7 @@ class Page:
                        "charts": [chart.to_dict(MOST_POINTS) for chart in charts]}
 
     def one_run(self, run: Listed | None, words: str) -> dict[str, Any]:
-        """Return a run's report (or why there is none yet), its buttons and its log; `words` if `run` is None."""
+        """Return a run's report (or why it has none yet), its buttons and its log. If `run` is None, return `words`."""
         if run is None:
             return {"top": {"title": self.source.title, "ending": {"said": words}}}
         follower = self.follow(run)

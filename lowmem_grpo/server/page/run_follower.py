@@ -92,7 +92,7 @@ class JsonlTail:
         self.is_new = False  # whether the last piece is the first of a file
 
     def read_records(self) -> list[Record]:
-        """Read the next piece, and return its records; none if the file is gone."""
+        """Read the next piece of the file, and return its records. If the file is gone, return none."""
         self.is_new, piece = False, b""
         with suppress(OSError), open_plain(self.path) as file:
             status = os.fstat(file.fileno())
@@ -221,7 +221,7 @@ class RunFollower:
         return from_summary(lambda summary: figures(rows, judged, summary), json_file(self.path / SUMMARY))
 
     def content(self, state: str = "") -> Record:
-        """Return the page's content from the records read so far. A `state` in `NOW` overrides the summary's."""
+        """Return the page's content from the records read so far. A `state` in `NOW` overrides the summary's status."""
         with self.lock:
             snapshot = RunSnapshot(
                 self.path.resolve().name, self.series.rows(), self.samples.samples(), self.judged.samples(),

@@ -127,9 +127,9 @@ def listed_run(path: Path, folder: Path) -> Listed:
 
 
 def state_of(path: Path) -> str:
-    """Return the state of the run in `path`. If its process is alive, it is running; for a process of another machine,
-    which cannot be checked, it is silent if it has written nothing for `SILENT` seconds. Otherwise the summary says how
-    it ended; if it does not, or a later start left its lock file behind, the run was killed."""
+    """Return the state of the run in `path`: running if its process is alive. A process of another machine cannot be
+    checked; its run is silent if it wrote nothing for `SILENT` seconds. Otherwise the summary says how the run ended.
+    If it does not, or a later start left its lock file behind, the run was killed; without records it waits."""
     owner, status = owner_of(path / FILE), str(json_file(path / SUMMARY).get("status") or "")
     if owner and is_alive(owner):
         is_silent = owner.get("host") != socket.gethostname() and time.time() - newest(path) > SILENT

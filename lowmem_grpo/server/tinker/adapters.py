@@ -94,7 +94,7 @@ class Adapters:
     """Trains models by their ids. Not thread-safe. KeyError for an id that was not created."""
 
     def __init__(self, policy: Policy, packer: Packer, limits: Limits, offload: bool = False) -> None:
-        """`policy` holds a PEFT model, whose own adapter is never trained here."""
+        """`policy` holds a PEFT model. The adapter that this model already has is never trained here."""
         if not isinstance(policy.model, PeftModel):
             raise TypeError(f"the model is a {type(policy.model).__name__}; several adapters need a PEFT model")
         self.policy, self.packer, self.limits = policy, packer, limits
@@ -107,7 +107,7 @@ class Adapters:
         self.rest()
 
     def create(self, model_id: str, settings: LoraSettings) -> None:
-        """Create a model, in place of any other with the same id: A is drawn from the seed, B is zero."""
+        """Create a model: A is drawn from the seed, B is zero. It replaces any model that has the same id."""
         self.delete(model_id)
         name = f"client{next(self.numbers)}"  # an id may have dots, which no module's name can
         scope = Scope(finetune_attention_modules=settings.attention, finetune_mlp_modules=settings.mlp)
@@ -139,7 +139,7 @@ class Adapters:
 
     @contextmanager
     def active(self, model_id: str) -> Iterator[ClientModel]:
-        """Make this model the active one, which alone gets gradients, inside the context."""
+        """Inside the context, make this model the active one: only its parameters get gradients."""
         held = self.held[model_id]
         self.model.set_adapter(held.adapter)
         try:
@@ -184,7 +184,7 @@ class Adapters:
         return logprobs, total
 
     def plain(self, batch: MicroBatch, data: list[Datum], asked: Pass) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss and each datum's log-probabilities (T,), with one target for each token."""
+        """Return the loss, and each datum's log-probabilities (T,), for tokens with one target each."""
         logprobs, _ = self.policy.logprobs(batch, 1.0)
         values = {name: torch.cat([datum.values[name] for datum in data]).to(logprobs) for name in data[0].values}
         loss = token_losses(asked.loss, logprobs, values, asked.settings, batch.at_trained(batch.sequence_ids),
@@ -192,7 +192,7 @@ class Adapters:
         return loss, unpack(logprobs.detach().float().cpu(), batch)
 
     def wide(self, batch: MicroBatch, data: list[Datum]) -> tuple[Tensor, list[Tensor]]:
-        """Return cross entropy and each datum's log-probabilities, (T, K) where tokens have several targets."""
+        """Return cross entropy and each datum's log-probabilities: (T, K) with several targets per token, else (T,)."""
         begins = [0, *itertools.accumulate(len(datum.ids) for datum in data)]
         cells = [datum.cells or one_each(datum) for datum in data]
         places = torch.cat([each.rows + begin for each, begin in zip(cells, begins, strict=False)])
@@ -259,8 +259,8 @@ class Adapters:
         flush(folder.parent)
 
     def restore(self, model_id: str, state: dict[str, Tensor]) -> None:
-        """Set factors and moments from a `state`, fresh moments if it has none, and drop gradients. ValueError if the
-        state does not fit the model's rank and layers."""
+        """Set factors and moments from a `state`, and drop gradients. If `state` has no moments, they start anew.
+        ValueError if the state does not fit the model's rank and layers."""
         held = self.held[model_id]
         shapes = {name: parameter.shape for name, parameter in held.parameters.items()}
         if {name: factor.shape for name, factor in state.items() if "/" not in name} != shapes:
@@ -276,7 +276,7 @@ class Adapters:
 
 
 def one_each(datum: Datum) -> Cells:
-    """Return the targets of a datum with one target for each token as Cells of width 1."""
+    """Return Cells of width 1 for a datum that has one target for each token."""
     rows = torch.arange(len(datum.ids))
     return Cells(rows, torch.zeros_like(rows), datum.targets, datum.values["weights"], len(rows), 1)
 

@@ -111,7 +111,7 @@ class LoadIntoNew(LoadWeights):
 
 
 class KeepFor(Body):
-    """The time for which weights are kept from now on."""
+    """The number of seconds from now after which weights expire; None keeps them."""
 
     ttl_seconds: Positive | None  # None keeps them
 
@@ -175,7 +175,7 @@ class SampleRequest(Body):
 
 
 class PlainDatum(Body, extra="allow"):
-    """Tokens, and under the name of each loss input one value for each token."""
+    """Tokens, and the inputs of the loss by name, each with one value for each token."""
 
     __pydantic_extra__: dict[str, Numbers]
     tokens: Tokens

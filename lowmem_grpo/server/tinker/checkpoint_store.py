@@ -45,7 +45,7 @@ def path_of(model: str, kind: str, name: str) -> str:
 
 
 class CheckpointStore:
-    """The store of named weights; thread-safe. Each has a row in the database; a kill may leave files without a row."""
+    """The thread-safe store of named weights. Each name has a database row; a kill may leave files without a row."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         database.add([TABLE])

@@ -121,7 +121,7 @@ class RequestStore:
 
     def open_of(self, owner: str) -> tuple[int, int, bool]:
         """Return a user's number of unanswered requests, the bytes of all stored bodies, and whether one of these
-        requests is the next of its model, and so will be answered."""
+        requests is its model's next one, which will be answered soon."""
         totals = self.database.rows(
             "SELECT TOTAL(answer IS NULL) AS requests, TOTAL(LENGTH(body)) AS bodies, "
             "TOTAL(answer IS NULL AND seq = done + 1) AS next FROM tinker_models JOIN tinker_promises ON model = id "
@@ -129,7 +129,7 @@ class RequestStore:
         return int(totals["requests"]), int(totals["bodies"]), totals["next"] > 0
 
     def asked(self, model: str, seq: int) -> ModelRequest | None:
-        """Return the request of this number, without its body if that was deleted; None if there is no request."""
+        """Return the request of this number; None if there is none. Its body is left out if it was deleted."""
         row = self.database.row("SELECT kind, body FROM tinker_promises WHERE model = ? AND seq = ?", (model, seq))
         return None if row is None else ModelRequest(model, seq, row["kind"], row["body"] or b"")
 
@@ -173,7 +173,7 @@ class RequestStore:
         return [StoredModel(**with_settings(row)) for row in rows]
 
     def ask(self, asked: ModelRequest) -> ModelRequest | None:
-        """Store a request, or return the earlier one of its number. ValueError for a number too high or too old."""
+        """Store a request, or return the stored one with its number. ValueError for a number too high or too old."""
         done = self.model(asked.model).done
         if not done - KEPT < asked.seq <= done + AHEAD:
             raise ValueError(f"seq_id is {asked.seq}; the last one that was answered is {done}, and at most {AHEAD} "
@@ -216,7 +216,7 @@ class RequestStore:
         return [ModelRequest(**row) for row in rows]
 
     def keep(self, asked: ModelRequest, answer: ModelReply, state: str | None = None) -> None:
-        """Store a request's answer, and its new state file, if any. The body stays if the request added gradients."""
+        """Store a request's answer, and its new state file, if any. Keep the request's body if it added gradients."""
         with self.database.write() as connection:
             if answer.also is not None:
                 answer.also(connection)
@@ -244,7 +244,7 @@ class RequestStore:
         return [row["snapshot"] for row in rows]
 
     def snapshot_of(self, sampler: Any, owner: str) -> str | None:
-        """Return the snapshot folder that a sampler uses, None for the base model; UnknownError if not this user's."""
+        """Return the snapshot folder that a sampler uses (None: the base model). UnknownError for others' samplers."""
         row = self.database.row("SELECT * FROM tinker_samplers WHERE id = ?", (str(sampler),))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"sampling_session_id is {sampler!r}; there is no such sampling session of yours: "
@@ -253,7 +253,7 @@ class RequestStore:
         return None if row["snapshot"] is None else str(row["snapshot"])
 
     def answer(self, promise: str, owner: str) -> ModelReply | None:
-        """Return the answer that fulfils a promise; None if there is none yet. UnknownError if not this user's."""
+        """Return the answer that fulfils a promise; None if there is none yet. UnknownError for others' promises."""
         model, _, seq = promise.rpartition(":")
         number = int(seq) if NUMBER.fullmatch(seq) else -1
         unknown = UnknownError(f"request_id is {promise!r}; there is no such promise of yours")

@@ -38,7 +38,7 @@ class Served:
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A request with its body read."""
+    """A request whose body has been read."""
 
     owner: str  # the user of its key
     body: bytes
@@ -60,8 +60,8 @@ Answers = Callable[[ApiRequest], Json | None]
 
 
 def route(answers: Answers, refuse: Callable[[str], None] | None = None) -> Callable[[Request], Any]:
-    """Return a route that answers in a thread. `refuse` is called with the user of a request that was refused for good:
-    its number may be missing now, and later requests should not wait long for it."""
+    """Return a route that answers in a thread. `refuse` is called with the user of a request that was refused for good.
+    Later requests should not wait long for this request's number."""
     async def endpoint(request: Request) -> Response:
         asked = await ApiRequest.read(request)
         try:

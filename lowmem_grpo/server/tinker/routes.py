@@ -140,7 +140,7 @@ class ModelRoutes:
         return {"request_id": promise, "model_id": model.id}
 
     def load_weights(self, asked: ApiRequest) -> Json:
-        """Store a load_weights request, and return its promise: into an existing model, or into a new one."""
+        """Store a request to load weights into an existing model, or into a new one; return its promise."""
         session = asked.json.get("session_id")
         if session is None:
             return self.promise(LOAD, asked)

@@ -37,7 +37,7 @@ NONE = -99999.0  # the protocol's value for a log-probability that was not compu
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probabilities and top-k tokens of P prompt tokens; where not computed, NaN, and the token 0 with NONE."""
+    """Log-probs and top-k tokens of P prompt tokens; without a score, they are NaN and k tokens 0 with NONE."""
 
     logprobs: Tensor  # (P,) float32
     ids: Tensor  # (P, k) int32, the likeliest ones in order
@@ -56,7 +56,7 @@ class WaitingPrompt:
 
     def scored(self, logprobs: Tensor, ids: Tensor, values: Tensor) -> Scored:
         """Return the results of P tokens from log-probs (P - 1,), top-k ids and log-probs (P - 1, k). The first token
-        is masked, as are all before the `last` ones."""
+        counts as not scored, and so do all before the `last` ones."""
         scored = Scored(torch.cat([torch.full((1,), torch.nan), logprobs]),
                         torch.cat([torch.zeros(1, self.top, dtype=torch.int32), ids.int()]),
                         torch.cat([torch.full((1, self.top), NONE), values]))
@@ -73,7 +73,8 @@ class PromptScoring:
         self.packer = Packer(worker.policy.device, worker.memory.train)
 
     def ask(self, ids: list[int], adapter: Path | None, top: int = 0, last: int | None = None) -> "Future[Scored]":
-        """Return a future of a prompt's log-probabilities under the base model, or under a saved adapter."""
+        """Return a future of a prompt's log-probabilities under the base model, or under a saved adapter. `top` is the
+        k of the top-k tokens; only the `last` tokens are scored (None: all)."""
         prompt = WaitingPrompt(ids, adapter, top, len(ids) if last is None else last)
         if len(ids) == 1:
             prompt.future.set_result(prompt.scored(torch.empty(0), torch.empty(0, top), torch.empty(0, top)))
@@ -199,7 +200,7 @@ class SampleService:
         self.promises: dict[str, Promise] = {}  # by request id, the oldest first
 
     def ask(self, asked: SampleRequest, adapter: Path | None, owner: str) -> dict[str, Any]:
-        """Return the promise of a sample from a snapshot's folder, or the base model; one promise for each `seq_id`."""
+        """Return the promise of a sample from a snapshot's folder, or the base model; equal `seq_id`s share it."""
         name = f"{asked.sampling_session_id}:{asked.seq_id}"
         with self.lock:
             if name not in self.promises:
@@ -222,7 +223,7 @@ class SampleService:
         return promise
 
     def tidy(self) -> None:
-        """Delete the oldest promises beyond KEPT whose parts are done."""
+        """Delete the oldest promises if there are more than KEPT. A promise whose parts are not done stays."""
         for name in list(self.promises)[:max(0, len(self.promises) - KEPT)]:
             if all(part.done() for part in self.promises[name].parts):
                 del self.promises[name]

@@ -125,7 +125,7 @@ def serve_model(
 
 @contextmanager
 def counted(usage: Usage, user: User) -> Iterator[None]:
-    """Count a request over OpenAI's routes as one of its user's. ChatError (429) if the user's limit is reached."""
+    """Count a request over OpenAI's routes towards its user's limit. ChatError (429) if the limit is reached."""
     with client_errors():
         usage.begin_sample(user.name)
     try:

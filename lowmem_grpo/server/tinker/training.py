@@ -104,8 +104,8 @@ class Training:
             self.worker.run(self.checkpoints.sweep, sleep=False)
 
     def look_for_gap(self, model: StoredModel) -> bool:
-        """Return whether later requests wait for a missing one. After a while, the missing one is answered with a
-        failure, so that the others can run: it was lost, or refused before it had a promise."""
+        """Return whether later requests wait for a missing one. If they have waited for a while, answer the missing one
+        with a failure, so that they can run: it was lost, or refused before it had a promise."""
         missing = self.store.gap(model.id)
         if gives_up := missing is not None and self.runs.gives_up(model):
             self.store.step_over(model.id, missing, ModelReply.failed(
@@ -135,8 +135,8 @@ class Training:
             logger.error("%s was not answered: %s", asked.id, error)
 
     def kept(self, promise: str) -> "Future[None]":
-        """Return a future that is done once a promise is fulfilled. Get it before looking into the request store, which
-        may have the answer already."""
+        """Return a future that is done once a promise is fulfilled. Call this before looking into the request store, so
+        that an answer stored in between is noticed."""
         with self.lock:
             return self.told.setdefault(promise, Future())
 

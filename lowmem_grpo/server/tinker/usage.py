@@ -60,7 +60,7 @@ class Usage:
         return ModelRequest(asked.model, asked.seq, REFUSED, told.encode())
 
     def begin_sample(self, owner: str) -> None:
-        """Count a sample that waits, until `end_sample`. BusyError if the user's limit is reached."""
+        """Count a sample as waiting until `end_sample`. BusyError if the user's limit is reached."""
         may = self.allowances[owner].requests
         with self.lock:
             requests = self.store.open_of(owner)[0] + self.samples[owner]

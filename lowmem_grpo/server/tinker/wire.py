@@ -57,7 +57,7 @@ def file_of(table: str) -> FileDescriptorProto:
 
 
 def add_field(message: DescriptorProto, number: int, name: str, kind: str, mark: str = "") -> None:
-    """Add a field to a message; one marked `|` belongs to the message's single oneof."""
+    """Add a field to a message. With the mark `*` it is repeated; with `|` it belongs to the message's single oneof."""
     field = message.field.add(name=name, number=number)
     field.label = FieldDescriptorProto.LABEL_REPEATED if mark == "*" else FieldDescriptorProto.LABEL_OPTIONAL
     if kind[0].isupper():
