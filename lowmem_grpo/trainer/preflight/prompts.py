@@ -75,7 +75,7 @@ def too_long(subject: Subject) -> Iterator[Finding]:
 
 
 def few_rows(subject: Subject) -> Iterator[Finding]:
-    """Find a dataset with fewer rows than the prompts that are sampled together for one or more steps."""
+    """Find a dataset with fewer rows than the engine samples at a time, so that some rows repeat."""
     needed = subject.args.prompts_per_generation
     whole = len(subject.sample.rows) == subject.sample.total
     rows = len(subject.sample.fitting) if whole else subject.sample.total
