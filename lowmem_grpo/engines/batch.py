@@ -38,8 +38,8 @@ class DecodeState:
 
     @classmethod
     def holding(cls, rows: Tensor, cache: GrowingCache | None = None, held: Tensor | None = None) -> "DecodeState":
-        """Return the state of rows that have sampled nothing yet and have `held` (B,) tokens each, right-aligned, in
-        `cache`."""
+        """Return the state of rows that have sampled nothing yet. Their caches hold `held` tokens (B,), right-aligned.
+        """
         held = torch.zeros_like(rows) if held is None else held
         alive = torch.ones_like(rows, dtype=torch.bool)
         return cls(cache or GrowingCache(), rows, torch.zeros_like(rows), rows, alive, held - 1)
@@ -98,8 +98,8 @@ class Batch:
         return bool(self.waiting) and self.size - len(self.rows) >= max(1, self.size // ENTER_TOGETHER)
 
     def take_rows(self) -> list[int]:
-        """Move waiting rows with equal numbers of sampled tokens into the batch and return them. The caller then passes
-        their state to `enter`."""
+        """Move waiting rows that have sampled equally many tokens into the batch and return them. The caller then
+        passes their state to `enter`."""
         waiting, generation, room = self.waiting, self.generation, self.size - len(self.rows)
         rows, drawn = [waiting.popleft()], generation.drawn
         while waiting and len(rows) < room and drawn[waiting[0]] == drawn[rows[0]]:

@@ -137,8 +137,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
 
 def unless_done(after: Tensor, before: Tensor, real: Tensor | None) -> Tensor:
-    """Return each row's state from `after`, or from `before` if its last token is not `real` (B, T). States are (B,
-    ...)."""
+    """Return each row's state `after` (B, ...) new tokens, or that `before` if its last token is not `real` (B, T)."""
     if real is None:
         return after.clone()  # `after` may be a view of the caller's tensor
     return torch.where(real[:, -1].view(-1, *[1] * (after.dim() - 1)), after, before)
@@ -230,8 +229,8 @@ class GrowingCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Store the last inputs of a layer's convolution, and return them with the new ones. The first call makes a
-        layer."""
+        """Store the last inputs of a layer's convolution, which are returned with the new ones. Make the layer if
+        needed."""
         if layer_idx == len(self.layers):
             self.layers.append(StateLayer())
         whole: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)

@@ -246,8 +246,7 @@ class TransformersEngine:
     # Rows that enter
 
     def enter(self, batch: Batch, logits: Tensor) -> Tensor:
-        """Let waiting rows enter while there is room. Return the logits (B, V) of the running rows, then the new ones.
-        """
+        """Let waiting rows enter while there is room. Return the logits (B, V) of running rows, then of new ones."""
         self.step.release()
         while batch.waiting and (running := len(batch.rows)) < batch.size:
             state, new = self.start_rows(batch.generation, batch.take_rows(), running)

@@ -85,8 +85,7 @@ class RoutedBlock(nn.Module):
         return ids, values / values.sum(-1, keepdim=True) if self.gate.norm_topk_prob else values
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the router's logits (T, E) in the dtype of the rows. Other engines choose experts with that dtype too.
-        """
+        """Return the router's logits (T, E) in the dtype of the rows, in which other engines choose experts too."""
         return F.linear(rows, self.gate.weight)
 
     def chosen(self, probabilities: Tensor) -> Tensor:

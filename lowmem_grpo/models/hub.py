@@ -115,8 +115,7 @@ def dataset_cache() -> Path:
 
 
 def is_loaded_before(dataset: str) -> bool:
-    """Return whether the cache has a hub dataset. Its folder's name may differ from the hub's in case and underscores.
-    """
+    """Return whether the cache has a hub dataset, whose folder may have another case and no underscores."""
     def plain(text: str) -> str:
         return text.replace("_", "").replace("/", "").lower()
 

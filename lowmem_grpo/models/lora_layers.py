@@ -96,8 +96,7 @@ def held_weight(base: Any) -> FrozenWeight:
 
 
 def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequence[Tensor]:
-    """Return each layer's output for x. If our kernel covers all layers, they share one autograd node and one saved x.
-    """
+    """Return each layer's output for x. If our kernel covers all of them, one autograd node saves x for all."""
     loras = loras_of(x, layers, weights)
     if loras is None:
         return [layer(x) for layer in layers]

@@ -49,8 +49,7 @@ class PackedLayout:
                    head_groups)
 
     def spread(self, *packed: Tensor) -> tuple[Tensor, ...]:
-        """Return each packed (1, H, T, K) as padded (S, H, W, K). The padding repeats any token of the same sequence.
-        """
+        """Return each packed (1, H, T, K) as padded (S, H, W, K). The padding repeats a token of the sequence."""
         if self.num_sequences == 1:  # nothing to move
             return packed
         rows = [heads[0].transpose(0, 1) for heads in packed]

@@ -89,8 +89,7 @@ def sequences_of(group: RolloutGroup, rollouts: list[Rollout]) -> list[list[Sequ
 
 
 def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> list[Sequence]:
-    """Return the sequences of a rollout, each up to its last trained token. Without trained tokens, a sequence is
-    empty."""
+    """Return the sequences of a rollout, each up to its last trained token. Without such a token it is empty."""
     splits, sequences = [Split(0), *rollout.splits], []
     ends = [*(later.start for later in rollout.splits), len(rollout.completion_ids)]
     routed = routes_of(rollout, group.prompt_ids) if rollout.has_routes else [None] * len(splits)
@@ -230,8 +229,8 @@ def find_sources(packed: list[Piece], width: int) -> Tensor:
 
 
 def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
-    """Return the index of each trained token among all completions' tokens, (N,). If all are trained, in order, return
-    None."""
+    """Return the index of each trained token among all completions' tokens, (N,); None if all are trained and in order.
+    """
     if all(rollout.trained is None and not rollout.splits for rollout in rollouts):
         return None
     starts = [0, *torch.tensor([len(rollout.completion_ids) for rollout in rollouts]).cumsum(0).tolist()]

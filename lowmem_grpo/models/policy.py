@@ -84,8 +84,8 @@ def logit_shape(config: Any) -> dict[str, Any]:
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
-    """Put the model in train or evaluation mode. If all modules are in that mode, nothing is set, since checking is
-    faster."""
+    """Put the model in train or evaluation mode. Modules are checked first, and set only if one has the other mode,
+    because a check is faster."""
     if any(module.training != training for module in model.modules()):
         model.train(training)
 
@@ -151,8 +151,7 @@ class Policy:
         return drops(self.base)
 
     def follow_dropout(self) -> None:
-        """Make checkpointed layers save random states if there is dropout now, and only then. Dropout may change at any
-        time."""
+        """Make checkpointed layers save random states only if there is dropout now, which may change at any time."""
         if getattr(self.base, "is_gradient_checkpointing", False) and self.drops != self.dropped:
             kept = len(kept_layers(self.base))
             enable_checkpointing(self.base, True)

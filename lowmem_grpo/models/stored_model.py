@@ -35,8 +35,7 @@ LABELS = {  # transformers' quant_method, or a format of compressed-tensors -> i
 
 
 def resolve(model_name: str) -> str:
-    """Return the folder of an embedded model or of a path. A name on the hub is returned as it is. OSError for a path
-    without a model."""
+    """Return the folder of an embedded model or path, or else the name itself. OSError for a path without a model."""
     if model_name in EMBEDDED:
         return str(files("lowmem_grpo") / "assets" / model_name)
     looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1
@@ -88,7 +87,7 @@ def config_of(model_name: str) -> Any:
 
 def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None = None) -> None:
     """Raise ValueError for a refused family, an unsupported form of weights, float16 for a model that overflows in it,
-    and a context longer than the model's. Only a folder is checked here. A name on the hub is checked when it is
+    and a context longer than the model's. Only a folder is checked; the model of a name on the hub is checked when
     loaded."""
     file = Path(folder) / "config.json"
     if not file.is_file():

@@ -191,8 +191,7 @@ class VLLMEngine:
         return True
 
     def expect(self, sampled: int) -> None:
-        """Prepare for a run that samples `sampled` completions per call. An engine sized for fewer restarts when
-        called."""
+        """Prepare for a run that samples `sampled` completions per call. An engine sized for fewer will restart."""
         if sampled > self.seqs:
             self.capacity.sampled = sampled
 
@@ -246,8 +245,7 @@ class VLLMEngine:
             self.base = before
 
     def on_policy_update(self, policy_version: int) -> None:
-        """Store the new version. The next call copies the current adapter, and drops prefixes cached with the old one.
-        """
+        """Store the new version. The next call copies the current adapter, and drops prefixes of the old one."""
         self.policy_version = policy_version
 
     def sleep(self) -> None:

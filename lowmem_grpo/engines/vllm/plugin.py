@@ -65,9 +65,8 @@ def current() -> WeightSharing:
 
 
 def check_architecture(name: str) -> None:
-    """Raise BorrowError if vLLM has no model class of that name. Register the class, not only its name: vLLM would
-    inspect a lazily named class in a subprocess (about 8 s) to avoid initializing CUDA, which this process has done
-    anyway."""
+    """Raise BorrowError if vLLM has no model class of that name. Register the class, not its name: a lazily named class
+    would be inspected in a subprocess (about 8 s) to avoid initializing CUDA, which this process has done anyway."""
     known = ModelRegistry.models.get(name)
     if known is None:
         raise BorrowError(f"this vLLM has no {name}. {OTHER_ENGINE}")

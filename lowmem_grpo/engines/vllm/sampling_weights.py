@@ -135,8 +135,7 @@ class AdapterCopy:
         self.sampled: dict[str, list[LoRA | None]] = {}  # by engine layer, the LoRA tensors that the engine reads
 
     def slot(self, layer: str, live: Sequence[LoRA | None]) -> list[LoRA | None]:
-        """Return the engine's LoRAs of a layer, which has all A before all B in memory. New ones get the values of
-        `live`."""
+        """Return the engine's LoRAs of a layer, all A before all B in memory. New ones get the values of `live`."""
         if layer not in self.sampled:
             present = [lora for lora in live if lora is not None]
             a = [self.next_tensor(lora.a) for lora in present]
@@ -151,9 +150,8 @@ class AdapterCopy:
         return self.room[self.taken - like.numel() : self.taken].view(like.shape)
 
     def use_adapter(self, live: Loras) -> Hashable:
-        """Sample with `live`, whose values are copied. Return a hash of its tensors' addresses and torch version
-        counters. Copying never depends on the counters, which miss writes of bitsandbytes optimizers through raw
-        addresses."""
+        """Sample with `live`, and return a hash of its tensors' addresses and torch version counters. Values are copied
+        in any case, because bitsandbytes optimizers write through raw addresses, which the counters miss."""
         fill(self.sampled, live)
         tensors = [tensor for loras in live.values() for lora in loras if lora is not None
                    for tensor in (lora.a, lora.b)]

@@ -164,9 +164,9 @@ def choose_weights(capacity: Capacity, eager: bool) -> tuple[str, int]:
 
 
 def is_worth_widening(capacity: Capacity, size: int, left: int, fixed: bool) -> bool:
-    """Return True if dequantized weights of `size` bytes fit, and the card's data sheet, if there is one, promises
-    enough speed. With `fixed` they must fit beside the user's cache. Otherwise the `left` bytes must hold the cache of
-    the wanted sequences."""
+    """Return True if dequantized weights of `size` bytes fit and, by the card's data sheet, if any, save enough time.
+    With `fixed` they must fit beside the user's cache; else `left` bytes must hold the cache of the wanted sequences.
+    """
     policy, tokens, sequences = capacity.policy, capacity.max_seq_length, capacity.wanted_seqs
     known = known_of(policy.base, policy.device)
     if known is not None and not faster_in_16_bit(*known[:2], sequences, tokens, known[2]):
@@ -221,8 +221,8 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
 
 
 def llm_options(capacity: Capacity, name: str, eager: bool, sleeps: bool, routes: bool = False) -> dict[str, Any]:
-    """Return the options of `LLM`. Our quantization method and loader have this `name`; `routes` requests chosen
-    experts."""
+    """Return the options of `LLM`. `name` is our quantization method and loader; `routes` requests the chosen experts.
+    """
     policy, context, cache_dtype = capacity.policy, capacity.max_seq_length, capacity.settings.kv_cache_dtype
     family = family_of(policy.base.config)
     # vLLM caches the states of gated delta nets only with chunked prefill (see `device_options`)
@@ -266,8 +266,8 @@ def on_card(policy: Policy) -> bool:
 
 def is_eager(policy: Policy, asked: bool | None) -> bool:
     """Return True if vLLM decodes without CUDA graphs, as `asked`. If that is None, return True on the CPU and for
-    mixtures of experts, whose operation reads the tokens per expert on the host. ValueError if graphs are asked for
-    with a mixture on a card."""
+    mixtures of experts, which read the tokens per expert on the host. ValueError if graphs are asked for a mixture on a
+    card."""
     if asked is False and policy.routed_layers and on_card(policy):
         raise ValueError("enforce_eager is False and the model is a mixture of experts: how many tokens each expert "
                          "has is read on the host, which CUDA graphs cannot. Leave enforce_eager out")

@@ -128,8 +128,7 @@ class WeightSharing:
                               f"{left[:5]}. {OTHER_ENGINE}")
 
     def widen(self) -> None:
-        """Dequantize the weights of all layers, if that is wanted and memory has room. All layers must be known by
-        then."""
+        """Once all layers are known, dequantize their weights if that is wanted and memory has room."""
         if self.room is not None:
             products = [product for linear in self.linears.values() for product in linear.products]
             few = few_rows(self.base, self.device)

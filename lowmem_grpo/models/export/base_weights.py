@@ -203,8 +203,8 @@ class TensorFiles:
         return self.quantized(name, shape, BLOCK_ROWS, read)
 
     def expert_stack(self, path: str, kind: str) -> FrozenStack:
-        """Read the matrices of all experts of a stack and quantize them. As in the loader, the scales of all experts
-        are quantized together."""
+        """Read the matrices of all experts of a stack and quantize them. As in the loader, all experts' scales are
+        quantized at once."""
         count = sum(f"{path}.{number}.{STACKS[kind][0]}.weight" in self.places for number in range(len(self.places)))
         tensors = [[self.read(f"{path}.{number}.{part}.weight").to(self.dtype) for number in range(count)]
                    for part in STACKS[kind]]

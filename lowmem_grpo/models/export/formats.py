@@ -116,8 +116,8 @@ def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
 
 
 def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> None:
-    """Merge a saved adapter into the stored base without loading the model. Only a small model is loaded afterwards, to
-    compare logits."""
+    """Merge a saved adapter into the stored base without loading the model. A small model is loaded afterwards, to
+    compare its logits."""
     pairs = read_pairs(adapter.folder)
     record = settled(base_of_adapter(adapter.folder), settings, adapter.folder)
     name, form = str(record.model), form_of_weights(record.load_in_4bit, False, record.load_in_fp8)

@@ -80,8 +80,7 @@ def find_converter(llama_cpp: Path | None, kinds: Sequence[str] = ()) -> Convert
 
 
 def program(folder: Path | None, name: str, *others: str) -> Path | None:
-    """Return the path of a llama.cpp program; None if it is missing. In the folder it may have one of all these names;
-    on the PATH it is `name`."""
+    """Return the path of a llama.cpp program: any of these names in the folder, else `name` on the PATH, else None."""
     if folder is not None:
         path = next((folder / each for each in (name, *others) if (folder / each).is_file()), None)
         if path is not None or not others:
