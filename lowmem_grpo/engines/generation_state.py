@@ -208,8 +208,7 @@ class GenerationState:
         self.routes[rows, counts - 1] = fed[:, -1]
 
     def routes_of(self, row: int, ran: int) -> Routes | None:
-        """Return the routes of a row's prompt and of its first `ran` sampled tokens; None for a model without experts.
-        """
+        """Return the routes of a row's prompt and its first `ran` sampled tokens; None for a model without experts."""
         if not self.prompt_routes:
             return None
         own = (self.routes[row, :ran].clone().cpu(),) if self.routes is not None and ran else ()

@@ -83,15 +83,14 @@ def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
 
 
 def prefill_tokens(total: int, sequences: int = 1) -> int:
-    """Return how many prompt tokens vLLM prefills in one pass on a card of `total` bytes; vLLM requires at least one
-    per sequence. It profiles its own default (8,192 or 16,384) beside the trainer's model, for which small cards have
-    no room."""
+    """Return how many prompt tokens vLLM prefills in one pass on a card of `total` bytes; vLLM requires one per
+    sequence. It profiles its own default (8,192 or 16,384) beside the trainer's model, and small cards have no room for
+    both."""
     return max(next((tokens for limit, tokens in PREFILL if total < limit), LARGE_PREFILL), sequences)
 
 
 def prefill_piece(prompts: int, longest: int) -> int:
-    """Return how many tokens of each prompt the transformers engine prefills per pass; few, so that masks stay small.
-    """
+    """Return how many tokens of each prompt the transformers engine prefills per pass. Few keep masks small."""
     return max(LEAST_PIECE, min(LARGE_PREFILL, MASK_PLACES // longest) // prompts)
 
 

@@ -158,8 +158,7 @@ def model_type_of(config: Any) -> str:
 
 
 def fields_of(config: Any) -> Mapping[str, Any]:
-    """Return the fields of a transformers config. A mapping, such as the contents of a config.json, is returned as it
-    is."""
+    """Return the fields of a transformers config. A mapping, such as a config.json's, is returned unchanged."""
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         raise ValueError(f"the config is {config!r}; give a config of transformers, or the fields of a config.json, as "
                          "planning.named_config(name) reads them")

@@ -149,8 +149,7 @@ def forms_of(fields: Mapping[str, Any]) -> tuple[LayerForm, ...]:
 
 
 def own_fields(fields: Mapping[str, Any], number: int, full: bool) -> Mapping[str, Any]:
-    """Return the fields with which a config overrides those of one layer: by the layer's number, or for full attention.
-    """
+    """Return the fields that a config overrides for one layer, by its number or because it has full attention."""
     each = fields.get("per_layer_config")
     if each is not None:
         return each.get(str(number), each.get(number)) or {}
@@ -161,8 +160,7 @@ def own_fields(fields: Mapping[str, Any], number: int, full: bool) -> Mapping[st
 
 
 def turned_share(fields: Mapping[str, Any], row: Family) -> float:
-    """Return the share of a head that RoPE rotates. If layers differ, it is 1.0, because their RoPE table spans the
-    head."""
+    """Return the share of a head that RoPE rotates. If layers differ, it is 1.0: their RoPE table spans the head."""
     if row.unlike_layers:
         return 1.0
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}

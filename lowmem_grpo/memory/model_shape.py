@@ -217,8 +217,7 @@ class ModelShape:
         return 2 * self.vocabulary * self.hidden
 
     def host_bytes(self) -> int:
-        """Return the bytes of the embeddings that can be offloaded to the host. An embedding tied to the head cannot.
-        """
+        """Return the bytes of the embeddings that can be offloaded to the host; one tied to the head cannot."""
         per_layer = 2 * self.per_layer_vocabulary * self.layers * self.per_layer
         return per_layer + (0 if self.tied else self.table_bytes)
 

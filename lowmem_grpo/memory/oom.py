@@ -54,8 +54,7 @@ class OutOfMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a failed allocation on the card or the host, and not another one that mentions memory.
-    """
+    """Return whether an error is a failed allocation on the card or the host, not any error that mentions memory."""
     if isinstance(error, MemoryExhaustedError):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -79,8 +78,7 @@ def catch_oom(work: Callable[[], T], device: torch.device, undo: Callable[[], No
 
 
 def shortage_of(error: BaseException, device: torch.device) -> OutOfMemory:
-    """Return an out-of-memory error as `OutOfMemory`. Its `asked` is the number of bytes in the message; None without
-    one."""
+    """Return an out-of-memory error as `OutOfMemory`. If the message does not give the bytes, `asked` is None."""
     words = str(error)
     asked = ASKED.search(words)
     wanted = None if asked is None else int(float(asked[1]) * UNITS[asked[2]])
@@ -102,8 +100,7 @@ def free(device: torch.device) -> None:
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Return freed pages to the system during and after this context. glibc would keep them after quantizing on the
-    CPU."""
+    """Return freed pages to the system during and after this context; glibc keeps them after quantizing on the CPU."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     done = threading.Event()
 
@@ -123,8 +120,8 @@ def freed_memory_returned() -> Iterator[None]:
 
 
 def smaller(limit: int, divisible: Iterable[int]) -> int | None:
-    """Return `limit`, halved once or more, until it is below the largest of the `divisible` sizes. Return None if there
-    is no such size above 0."""
+    """Return `limit`, halved at least once, until below the largest of the `divisible` sizes; None if none is above 0.
+    """
     largest = max(divisible, default=0)
     limit //= 2
     while limit >= largest > 0:
@@ -186,8 +183,8 @@ class BatchLimit:
         return min(present, default=None)
 
     def lower(self, what: str, shortage: OutOfMemory, limit: int | None) -> None:
-        """Count a shortage and set the new limit. If another phase keeps spare memory, free that instead.
-        MemoryExhaustedError if the limit is needed and None."""
+        """Count a shortage. Free the spare memory that another phase keeps, if any; otherwise set the new limit.
+        MemoryExhaustedError if that is None."""
         if self.spare is not None:
             self.spare()
             self.spare = None

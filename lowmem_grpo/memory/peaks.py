@@ -76,8 +76,7 @@ class PhasePeaks:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that counts the bytes of live storages, those of `held` included: `now`, and the maximum so far, `peak`.
-    """
+    """A mode that counts the bytes of live storages, with those of `held`: `now`, and their maximum, `peak`."""
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()

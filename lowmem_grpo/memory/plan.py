@@ -76,8 +76,8 @@ class RunSettings:
                              "load_in_4bit=True")
 
     def opened(self) -> "RunSettings":
-        """Return the settings with a definite value for checkpointing "auto". If an MLP tile is set, no layer keeps
-        everything."""
+        """Return the settings with checkpointing "auto" made definite. With an MLP tile set, no layer keeps everything.
+        """
         return self if self.checkpointing != "auto" else replace(
             self, checkpointing="offload", kept_layers=None if self.mlp_tile is None else 0)
 
@@ -236,8 +236,7 @@ class MemoryPlan:
         return [name for name, wants in short.items() if wants]
 
     def needed(self, phase: str) -> int:
-        """Return the bytes that "train", "rollout" or "host" needs. The KV cache, which takes the rest, is not counted.
-        """
+        """Return the bytes that "train", "rollout" or "host" needs, without the KV cache, which takes the rest."""
         return {"train": self.train, "rollout": self.rollout - self.kv_bytes, "host": self.host}[phase]
 
     def to_dict(self) -> dict[str, Any]:

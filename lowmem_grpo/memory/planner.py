@@ -65,8 +65,7 @@ def checked_shape(model_config: Any, run_config: RunSettings, device: Device) ->
 
 
 def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
-    """Return a plan that fits, if possible. It has the fastest settings, except where slower ones lower a peak that is
-    too high."""
+    """Return a plan that fits, if possible. Settings are the fastest, or slower where a peak is too high."""
     draft = lowered(shape, asked, device)
     if asked.spread is None:
         alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # one sequence per micro-batch
@@ -89,8 +88,7 @@ def worth(draft: MemoryPlan) -> tuple[Any, ...]:
 
 
 def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
-    """Return a plan with the fastest settings, changed step by step to slower ones where that lowers a peak that is too
-    high."""
+    """Return a plan with the fastest settings, each changed to a slower one if that lowers a peak that is too high."""
     fastest: dict[str, Any] = {"max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked),
                                "mlp_tile": TILES[0], "chunk_rows": CHUNKS[0], "host_embedding": False,
                                "optim": "adamw_torch_fused", "head_groups": 1}
@@ -122,8 +120,7 @@ def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
-    """Return the plan with all of a micro-batch in one MLP tile, if there is room: with more tiles, an H100 waits for
-    the host."""
+    """Return the plan with all of a micro-batch in one MLP tile, if there is room. Else an H100 waits for the host."""
     settings = draft.settings
     if asked.mlp_tile is not None or settings.mlp_tile != TILES[0] or (settings.max_tokens or 0) <= TILES[0]:
         return draft
@@ -200,8 +197,7 @@ def together(asked: RunSettings, device: Device) -> int:
 
 
 def enough(asked: RunSettings, device: Device) -> int:
-    """Return how many of the longest sequences a micro-batch should hold, even if other settings must be slower for
-    that."""
+    """Return how many of the longest sequences a micro-batch should hold, even if that makes other settings slower."""
     return min(together(asked, device), asked.num_generations, max(1, MAX_PACKED // asked.context))
 
 
@@ -211,8 +207,7 @@ def paid_spread(asked: RunSettings) -> float:
 
 
 def sizes(asked: RunSettings, device: Device) -> list[Step]:
-    """Return steps to smaller micro-batches. Below `enough` sequences there are none, since slower settings are better
-    then."""
+    """Return steps to smaller micro-batches, down to `enough` sequences. Then slower settings are preferred."""
     most, least, paid = together(asked, device), enough(asked, device), paid_spread(asked)
     usual = min(most, max(least, MAX_PACKED // asked.context))
     return [*fewer(most, usual, asked), *spreads(paid, 2.0), *fewer(usual, least, asked), *spreads(min(paid, 2.0), 1.0)]
@@ -234,8 +229,8 @@ def steps_down(asked: RunSettings, device: Device) -> list[Step]:
 
 
 def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
-    """Return steps from `most` of the longest sequences in a micro-batch down to `least`. Each step removes at most an
-    eighth, or one sequence."""
+    """Return steps from `most` of the longest sequences in a micro-batch down to `least`. A step removes at most an
+    eighth of them, or one."""
     steps, count = list[Step](), most
     while count > least:
         count = max(least, count - max(1, count // 8))

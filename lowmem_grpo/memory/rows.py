@@ -55,8 +55,8 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
 
 
 def recorded(shape: ModelShape) -> bool:
-    """Return whether our own engine can record decode steps as CUDA graphs. It cannot for models with delta nets,
-    experts or shared keys."""
+    """Return whether our own engine can record decode steps as CUDA graphs. It cannot with delta nets, experts or
+    layers that share keys."""
     return not (shape.delta or shape.experts or shape.forms)
 
 
@@ -156,8 +156,7 @@ def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
 
 
 def working_row(component: str, peak: str, moments: dict[str, Moment], groups: int) -> PlanRow:
-    """Return the row of a component with its bytes at the peak. If it takes more at another moment, the note says so.
-    """
+    """Return the row of a component, with its bytes at the peak. A note says if another moment takes more."""
     now = moments[peak].get(component, 0)
     other = max((moment for moment in moments if moment != peak), key=lambda moment: moments[moment].get(component, 0))
     most = moments[other].get(component, 0)

@@ -122,8 +122,7 @@ class StepTime:
         return self.settings.engine != "vllm" and not recorded(self.shape)
 
     def multiply(self, weights: float, rows: float) -> float:
-        """Return the seconds to multiply `weights` in 16 bits with `rows` rows: limited by FLOP, or by reading the
-        weights."""
+        """Return the seconds to multiply 16-bit weights with M rows, limited by FLOP or by the weights' bytes."""
         return max(2 * rows * weights / (self.speed.tflops * GEMM), self.move(2 * weights) / WEIGHT_READ)
 
     def move(self, size: float) -> float:
@@ -204,8 +203,8 @@ class StepTime:
         return max(moved, computed) / DECODE_SHARE
 
     def prefill(self) -> float:
-        """Return the seconds to prefill each prompt once. Weights are dequantized for each pass, or once if they are
-        kept in 16 bits."""
+        """Return the seconds to prefill each prompt once. Weights are dequantized for each pass, or once if kept in 16
+        bits."""
         tokens = self.work.prompts * self.work.prompt_length
         passes = ceil(tokens / self.reads)
         host = VLLM_PREFILL_US if self.settings.engine == "vllm" else EAGER_LAYER_US

@@ -115,7 +115,7 @@ def dataset_cache() -> Path:
 
 
 def is_loaded_before(dataset: str) -> bool:
-    """Return whether the cache has a hub dataset, whose folder may have another case and no underscores."""
+    """Return whether the cache has a hub dataset. Case, underscores and slashes in folder names are ignored."""
     def plain(text: str) -> str:
         return text.replace("_", "").replace("/", "").lower()
 

@@ -229,8 +229,7 @@ def find_sources(packed: list[Piece], width: int) -> Tensor:
 
 
 def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
-    """Return the index of each trained token among all completions' tokens, (N,); None if all are trained and in order.
-    """
+    """Return the index of each trained token among all completions' tokens, (N,); None if all are trained, in order."""
     if all(rollout.trained is None and not rollout.splits for rollout in rollouts):
         return None
     starts = [0, *torch.tensor([len(rollout.completion_ids) for rollout in rollouts]).cumsum(0).tolist()]

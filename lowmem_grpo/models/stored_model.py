@@ -87,8 +87,7 @@ def config_of(model_name: str) -> Any:
 
 def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None = None) -> None:
     """Raise ValueError for a refused family, an unsupported form of weights, float16 for a model that overflows in it,
-    and a context longer than the model's. Only a folder is checked; the model of a name on the hub is checked when
-    loaded."""
+    and a context longer than the model's. Only a folder is checked; a name on the hub is checked when it is loaded."""
     file = Path(folder) / "config.json"
     if not file.is_file():
         return

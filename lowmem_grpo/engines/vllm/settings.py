@@ -221,8 +221,7 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
 
 
 def llm_options(capacity: Capacity, name: str, eager: bool, sleeps: bool, routes: bool = False) -> dict[str, Any]:
-    """Return the options of `LLM`. `name` is our quantization method and loader; `routes` requests the chosen experts.
-    """
+    """Return the options of `LLM`; `name` is our quantization method and loader. `routes` requests chosen experts."""
     policy, context, cache_dtype = capacity.policy, capacity.max_seq_length, capacity.settings.kv_cache_dtype
     family = family_of(policy.base.config)
     # vLLM caches the states of gated delta nets only with chunked prefill (see `device_options`)
@@ -266,8 +265,8 @@ def on_card(policy: Policy) -> bool:
 
 def is_eager(policy: Policy, asked: bool | None) -> bool:
     """Return True if vLLM decodes without CUDA graphs, as `asked`. If that is None, return True on the CPU and for
-    mixtures of experts, which read the tokens per expert on the host. ValueError if graphs are asked for a mixture on a
-    card."""
+    mixtures of experts, which read the tokens per expert on the host. ValueError if a mixture on a card is asked for
+    graphs."""
     if asked is False and policy.routed_layers and on_card(policy):
         raise ValueError("enforce_eager is False and the model is a mixture of experts: how many tokens each expert "
                          "has is read on the host, which CUDA graphs cannot. Leave enforce_eager out")

@@ -36,8 +36,7 @@ def checkpointing_mode(value: bool | str) -> bool | str:
 
 def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
     """Switch a transformers model's layer checkpointing on or off; return the mode like `checkpointing_mode`. If the
-    model has dropout now (see `drops`), layers save the random states for recomputation. ValueError if no layer
-    supports it."""
+    model has dropout now (see `drops`), layers save random states. ValueError if no layer supports it."""
     mode = checkpointing_mode(mode)
     if not mode:
         if hasattr(model, "gradient_checkpointing_disable"):
@@ -57,8 +56,7 @@ def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
 
 
 def drops(model: Any) -> bool:
-    """Return whether training draws random numbers: whether a dropout module, or a dropout rate in the config, is above
-    0."""
+    """Return whether training draws random numbers: a dropout module's rate, or one in the config, is above 0."""
     rates = vars(model.config.get_text_config()) if hasattr(model, "config") else {}
     rated = any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in rates.items())
     return rated or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
@@ -84,8 +82,8 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether a module is a layer with checkpointing on. A whole model has the same flag, but is not a layer and
-    does not count."""
+    """Return whether a module is a layer with checkpointing on. A whole model, which may have the same flag, is not
+    counted."""
     flag = bool(getattr(module, "gradient_checkpointing", False))
     return flag and not hasattr(module, "gradient_checkpointing_enable")
 
@@ -181,8 +179,7 @@ class ActivationOffload:
         self.store.pool.release()
 
     def pack(self, tensor: Tensor) -> Kept | Offloaded:
-        """Return the object that the graph stores in place of `tensor`. It is never `tensor`, which may refer to the
-        graph."""
+        """Return the object that the graph stores for `tensor`. It is not `tensor`, which may refer to the graph."""
         stays = self.inside or not self.goes(tensor)
         return Kept(tensor.detach(), tensor._version) if stays else self.store.put(tensor)
 

@@ -55,8 +55,7 @@ class StreamCopies(Copies):
         self.pinned = True
 
     def page(self, num_bytes: int) -> Tensor:
-        """Allocate a pinned page. If the system refuses, warn once, and allocate this page and all later ones as
-        pageable memory."""
+        """Allocate a pinned page. If the system refuses, warn, and allocate pageable memory from then on."""
         if self.pinned:
             try:
                 return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)

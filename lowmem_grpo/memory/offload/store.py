@@ -47,8 +47,8 @@ class Resident:
 
     @property
     def spoils(self) -> bool:
-        """True if the original was modified while it may have been read by its copy, so that the host may have either
-        value."""
+        """True if the original was modified while its copy may have been running. The host may then have either value.
+        """
         return self.original and self.touched
 
 
@@ -72,8 +72,7 @@ class HostStore:
         self.upwards = False
 
     def put(self, tensor: Tensor) -> Offloaded:
-        """Start the copy of `tensor` to the host. A tensor that was copied before and has not changed is not copied
-        again."""
+        """Start the copy of `tensor` to the host, unless it was copied before and has not changed since."""
         storage = StorageWeakRef(tensor.untyped_storage())
         key = (storage.cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype, tensor._version)
         packed = self.seen.get(key)
@@ -93,8 +92,7 @@ class HostStore:
         return tensor
 
     def send(self, tensor: Tensor, storage: StorageWeakRef) -> Offloaded:
-        """Start the copy of a tensor to the host. To make room, the oldest tensors on the device are dropped from it
-        first."""
+        """Start the copy of a tensor to the host. First drop the oldest tensors from the device, to make room."""
         while len(self.residents) >= (MAX_RESIDENT if self.ahead else 1):
             self.drop(next(iter(self.residents)))
         flat = tensor.detach().as_strided((span(tensor),), (1,), tensor.storage_offset())
@@ -127,7 +125,7 @@ class HostStore:
         return resident
 
     def following(self, index: int) -> Offloaded | None:
-        """Return the tensor that backward will probably need after `index`: the next in its order that was not yet
+        """Return the tensor that backward probably needs after `index`: the next in its order, among those not yet
         returned."""
         if index in self.asked and self.asked.issuperset(self.live):
             self.start_backward()  # a second backward pass on a retained graph
