@@ -38,8 +38,8 @@ class DecodeState:
 
     @classmethod
     def holding(cls, rows: Tensor, cache: GrowingCache | None = None, held: Tensor | None = None) -> "DecodeState":
-        """Return the state of rows that have sampled nothing yet, with `held` (B,) tokens in their caches,
-        right-aligned."""
+        """Return the state of rows that have sampled nothing yet; each has `held` (B,) tokens, right-aligned, in
+        `cache`."""
         held = torch.zeros_like(rows) if held is None else held
         alive = torch.ones_like(rows, dtype=torch.bool)
         return cls(cache or GrowingCache(), rows, torch.zeros_like(rows), rows, alive, held - 1)

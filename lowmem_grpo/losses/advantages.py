@@ -30,16 +30,14 @@ def without_metrics_alone(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def centered(rewards: Tensor) -> Tensor:
-    """Return rewards (P, G) minus their group's mean. If all rewards of a group are equal, this is exactly 0, without
-    rounding errors."""
+    """Return rewards (P, G) minus their group's mean. If a group's rewards are all equal, this is exactly 0."""
     highest, lowest = rewards.nan_to_num(nan=-torch.inf).amax(-1), rewards.nan_to_num(nan=torch.inf).amin(-1)
     equal = (highest == lowest)[:, None] & ~rewards.isnan()
     return (rewards - rewards.nanmean(-1, keepdim=True)).masked_fill(equal, 0.0)
 
 
 def nanstd(values: Tensor, dim: int) -> Tensor:
-    """Return the unbiased standard deviation of the values that are not NaN. It is 0 for a single value, and NaN for
-    none."""
+    """Return the unbiased standard deviation of the values that are not NaN. It is 0 for one value, NaN for none."""
     count = values.isnan().logical_not().sum(dim)
     squares = (values - values.nanmean(dim, keepdim=True)).square().nansum(dim)
     return (squares / (count - 1).clamp(min=1)).sqrt().masked_fill(count == 0, torch.nan)
@@ -252,8 +250,7 @@ def weights_of(settings: AdvantageSettings, count: int) -> list[float]:
 
 
 def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tensor | None = None) -> Tensor:
-    """Return advantages (P, G) of rewards (P, G, R). A completion without a reward gets 0 and does not affect the
-    others."""
+    """Return advantages (P, G) of rewards (P, G, R). A completion without a reward is left out and gets 0."""
     if not isinstance(rewards, torch.Tensor) or rewards.ndim != 3 or not rewards.is_floating_point():
         raise ValueError(f"expected rewards (P, G, R) of a floating dtype; got {getattr(rewards, 'dtype', rewards)}, "
                          f"{tuple(getattr(rewards, 'shape', ()))}")

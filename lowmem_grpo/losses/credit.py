@@ -53,8 +53,7 @@ def assign_credit(
 
 
 def comparisons(episodes: list[tuple[int, Rollout, list[float]]]) -> tuple[Compared, Compared]:
-    """Return the turns' values G_t, grouped by turn number and by state. An episode is (group, rollout, G of each
-    turn)."""
+    """Return the turns' values G_t, grouped by turn number and by state. An episode is (group, rollout, its G_t)."""
     turns: Compared = {}
     states: Compared = {}
     for episode, (group, rollout, returns) in enumerate(episodes):

@@ -49,8 +49,7 @@ def log_limit(like: Tensor) -> float:
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio), for values without gradient. It is above 0 even for a very small log, because 0 means left
-    out."""
+    """Return exp(log_ratio), for values without gradient. It is above 0 for any finite log, since 0 means left out."""
     return log_ratio.clamp(min=-log_limit(log_ratio)).exp()
 
 
@@ -66,8 +65,7 @@ def k3_of(log_ratio: Tensor) -> Tensor:
 
 
 def held(log_ratio: Tensor, bounded: Tensor | bool) -> Tensor:
-    """Return the log ratios. Where one would overflow and `bounded` is True (a later step bounds it), it becomes a
-    constant."""
+    """Return the log ratios. Those that overflow become a constant, if a later step bounds them (`bounded`)."""
     limit = log_limit(log_ratio)
     return torch.where((log_ratio > limit) & bounded, limit, log_ratio)
 

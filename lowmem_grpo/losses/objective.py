@@ -21,8 +21,7 @@ class Reducer:
         self.samples: dict[str, list[Tensor]] = {}
 
     def add(self, metrics: dict[str, Tensor], weight: float, counts: dict[str, float] | None = None) -> None:
-        """Add a micro-batch's metrics, which are means over `weight` items, or over `counts[name]` items if that
-        exists."""
+        """Add a micro-batch's metrics. They are means over `weight` items, or `counts[name]` items if that is given."""
         for name, value in metrics.items():
             share = 1.0 if name.endswith(("min", "max")) else (counts or {}).get(name, weight)
             self.add_value(name, value * share if share else torch.zeros_like(value), share)  # a mean of nothing is NaN
@@ -104,7 +103,7 @@ class Objective:
         return rollouts
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        """Return this micro-batch's share of the step's loss. `logprobs` and `entropy` (N,) are those of its trained
+        """Return this micro-batch's share of the step's loss; logprobs and entropy (N,) are those of its trained
         tokens."""
         raise NotImplementedError
 

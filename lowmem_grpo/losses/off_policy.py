@@ -53,8 +53,7 @@ def kept(values: Tensor, bounds: Bounds) -> Tensor:
 
 
 def inside(values: Tensor, bounds: Bounds) -> Tensor:
-    """Return a bool of the shape of `values`: True within the bounds, which are inclusive. A bound of None is no bound.
-    """
+    """Return a bool of the shape of `values`, True within the bounds. Bounds are inclusive; None is no bound."""
     low, high = bounds
     within = torch.ones_like(values, dtype=torch.bool)
     within = within if low is None else within & (values >= low)

@@ -120,8 +120,7 @@ def freed_memory_returned() -> Iterator[None]:
 
 
 def smaller(limit: int, divisible: Iterable[int]) -> int | None:
-    """Return `limit`, halved at least once, until below the largest of the `divisible` sizes; None if none is above 0.
-    """
+    """Return `limit`, halved at least once, until below the largest `divisible` size; None if none is above 0."""
     largest = max(divisible, default=0)
     limit //= 2
     while limit >= largest > 0:

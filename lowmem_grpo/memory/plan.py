@@ -76,8 +76,7 @@ class RunSettings:
                              "load_in_4bit=True")
 
     def opened(self) -> "RunSettings":
-        """Return the settings with checkpointing "auto" made definite. With an MLP tile set, no layer keeps everything.
-        """
+        """Return the settings with checkpointing "auto" resolved. If an MLP tile is set, no layer keeps everything."""
         return self if self.checkpointing != "auto" else replace(
             self, checkpointing="offload", kept_layers=None if self.mlp_tile is None else 0)
 

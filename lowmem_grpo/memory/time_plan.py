@@ -203,8 +203,8 @@ class StepTime:
         return max(moved, computed) / DECODE_SHARE
 
     def prefill(self) -> float:
-        """Return the seconds to prefill each prompt once. Weights are dequantized for each pass, or once if kept in 16
-        bits."""
+        """Return the seconds to prefill each prompt once. Quantized weights are dequantized for each pass, or once if
+        sampling keeps them in 16 bits."""
         tokens = self.work.prompts * self.work.prompt_length
         passes = ceil(tokens / self.reads)
         host = VLLM_PREFILL_US if self.settings.engine == "vllm" else EAGER_LAYER_US

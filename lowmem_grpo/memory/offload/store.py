@@ -47,7 +47,7 @@ class Resident:
 
     @property
     def spoils(self) -> bool:
-        """True if the original was modified while its copy may have been running. The host may then have either value.
+        """True if the original was modified while it may still have been copied. The host may then have either value.
         """
         return self.original and self.touched
 
@@ -125,8 +125,7 @@ class HostStore:
         return resident
 
     def following(self, index: int) -> Offloaded | None:
-        """Return the tensor that backward probably needs after `index`: the next in its order, among those not yet
-        returned."""
+        """Return the tensor that backward probably needs after `index`: the next in its order, not yet returned."""
         if index in self.asked and self.asked.issuperset(self.live):
             self.start_backward()  # a second backward pass on a retained graph
         if index not in self.asked:
