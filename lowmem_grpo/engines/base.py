@@ -38,8 +38,8 @@ class Conversation(Protocol):
     """The source of an engine's requests to sample turns, and the receiver of the sampled turns."""
 
     def next_requests(self, busy: bool) -> list[Request]:
-        """Return the requests that are ready. For a `busy` engine, which has other turns to decode, return at once,
-        even if no request is ready. Otherwise block until one is ready; an empty list ends the conversation."""
+        """Return the requests that are ready. If the engine is `busy` (it has other turns to decode), return at once,
+        even without a request. Otherwise wait for one; an empty list then ends the conversation."""
         ...
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
@@ -57,9 +57,9 @@ class Engine(Protocol):
                  meanwhile: Meanwhile | None = None) -> list[list[Rollout]]:
         """Sample `params.n` rollouts of each prompt (token ids) with the current policy. Ids are never re-tokenised.
 
-        A sleeping engine wakes itself, and handles a lack of memory then as it does during sampling. The engine calls
-        `on_group` in this thread, once per prompt, as soon as all its rollouts are finished, with the same objects that
-        it returns at the end. It also calls `meanwhile` in this thread, between decode steps, with the number of
+        A sleeping engine wakes itself. If memory runs out while it wakes, it does the same as during sampling. Once all
+        rollouts of a prompt are finished, the engine passes them to `on_group`, in this thread; they are the objects
+        that it returns at the end. It also calls `meanwhile` in this thread, between decode steps, with the number of
         unfinished sequences. An error raised by either callback ends the call.
         """
         ...
@@ -68,11 +68,11 @@ class Engine(Protocol):
         """Decode turns until the conversation has no more. `n`, `max_tokens` and `seed` of `params` are ignored: each
         request samples one turn with its own limit and seed.
 
-        Errors and memory are handled as in `generate`: turns lost when an engine dies are decoded again, since a turn
-        depends only on its request. An error raised by the conversation ends the call. If a prompt extends the last
-        turn of its key, that turn's KV cache is reused where memory allows. If the conversation has a true attribute
-        `goes_on`, the next conversation uses the same keys for the same episodes and weights, so the KV cache may be
-        kept until the policy changes or the engine sleeps.
+        Errors and a lack of memory are handled as in `generate`: turns lost when an engine dies are decoded again,
+        since a turn depends only on its request. An error raised by the conversation ends the call. If a prompt extends
+        the previous turn with the same key, that turn's KV cache is reused where memory allows. If the conversation's
+        attribute `goes_on` is true, the next conversation uses the same keys for the same episodes and weights, so the
+        KV cache may be kept until the policy changes or the engine sleeps.
         """
         ...
 
@@ -92,8 +92,7 @@ class Engine(Protocol):
 
     @property
     def slots(self) -> int | None:
-        """The most sequences decoded together; None for no limit, as for a user-supplied engine without the attribute.
-        """
+        """The most sequences decoded together; None for no limit, or if a user-supplied engine lacks this attribute."""
         ...
 
     @property
@@ -149,7 +148,7 @@ class FinishedPrompts(Calls):
             self.on_group(prompt, rollouts)
 
     def between(self, running: int) -> None:
-        """Call `meanwhile` between two decode steps, with the number of unfinished sequences, unless that is 0."""
+        """Call `meanwhile(running)` between two decode steps, if any of the `running` sequences is unfinished."""
         if self.meanwhile is not None and running:
             with self.outside_the_engine():
                 self.meanwhile(running)
@@ -184,7 +183,8 @@ class ExpectedLengths:
                 self.known.popitem(last=False)
 
     def order(self, prompts: list[list[int]]) -> list[int]:
-        """Return the prompts' indices, longest expected first, ties in order; an unknown prompt counts as the mean."""
+        """Return the prompts' indices, longest expected completion first. Ties keep their order, and a prompt without a
+        known length counts as the mean."""
         means = [self.known.get(hash(tuple(prompt))) for prompt in prompts]
         usual = fmean([length for length in means if length is not None] or [0.0])
         lengths = [usual if length is None else length for length in means]
@@ -192,7 +192,7 @@ class ExpectedLengths:
 
 
 class Pace:
-    """Seconds and tokens per phase since `pop_measured`. Engines call `step` when they synchronize anyway."""
+    """Seconds and tokens per phase since `pop_measured`. Engines call `step` when they wait for the device anyway."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -202,7 +202,7 @@ class Pace:
         self.start_call()
 
     def start_call(self) -> None:
-        """Begin a call. A step is in its tail if it decodes few sequences, compared with the call's widest batch."""
+        """Begin a call. Steps that decode few sequences, compared with the call's largest batch, count as its tail."""
         self.widest = 0
         self.resume()
 
@@ -212,7 +212,7 @@ class Pace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time spent inside out of the measurements."""
+        """Exclude the time spent inside this context from the measurements."""
         began = time.perf_counter()
         try:
             yield

@@ -26,7 +26,7 @@ ENTER_TOGETHER = 8  # waiting rows enter once 1/8 of the rows that may run are f
 
 @dataclass
 class DecodeState:
-    """The state of B rows that are decoded together, with a left-padded cache of L places."""
+    """The state of B rows that are decoded together. Their cache has L places for tokens, padded on the left."""
 
     cache: GrowingCache
     rows: Tensor  # (B,) index of the row in the call
@@ -38,7 +38,8 @@ class DecodeState:
 
     @classmethod
     def holding(cls, rows: Tensor, cache: GrowingCache | None = None, held: Tensor | None = None) -> "DecodeState":
-        """Return the state of rows that have drawn nothing yet; their caches hold `held` tokens (B,), right-aligned."""
+        """Return the state of rows that have sampled nothing yet; each has `held` (B,) tokens, right-aligned, in
+        `cache`."""
         held = torch.zeros_like(rows) if held is None else held
         alive = torch.ones_like(rows, dtype=torch.bool)
         return cls(cache or GrowingCache(), rows, torch.zeros_like(rows), rows, alive, held - 1)
@@ -55,8 +56,8 @@ class DecodeState:
 
     @classmethod
     def joined(cls, states: list["DecodeState"]) -> "DecodeState":
-        """Return one state with the rows of all states, which must be unfinished; the given states lose their caches.
-        Places on the left that are padding in every row are dropped, and room for some decode steps is added."""
+        """Return one state with the rows of all `states`, which must be unfinished; `states` lose their caches. Places
+        on the left that are padding in every row are dropped, and room for some decode steps is added."""
         if len(states) == 1:
             return states[0]
         held = [int(state.positions.max()) + 1 for state in states]
@@ -93,12 +94,12 @@ class Batch:
 
     @property
     def has_room(self) -> bool:
-        """True if rows wait and at least 1/ENTER_TOGETHER of `size` rows are free."""
+        """True if rows wait and at least size / ENTER_TOGETHER places in the batch are free."""
         return bool(self.waiting) and self.size - len(self.rows) >= max(1, self.size // ENTER_TOGETHER)
 
     def take_rows(self) -> list[int]:
-        """Move waiting rows that have drawn equally many tokens into the batch and return them. The caller passes their
-        state to `enter`."""
+        """Move waiting rows that have sampled equally many tokens into the batch and return them. The caller then
+        passes their state to `enter`."""
         waiting, generation, room = self.waiting, self.generation, self.size - len(self.rows)
         rows, drawn = [waiting.popleft()], generation.drawn
         while waiting and len(rows) < room and drawn[waiting[0]] == drawn[rows[0]]:
@@ -140,17 +141,17 @@ class Batch:
         return [row[max(0, count - 1 - before) :] for row, before in zip(ids, state.counts.tolist(), strict=True)]
 
     def is_time_to_look(self, every: int) -> bool:
-        """Return True if it is time to ask the device which rows are done: after `every` tokens, when a row may have
-        reached its budget, and after each token if stop strings are matched on the host. Asking synchronizes, so rows
-        may draw tokens after their end, which are discarded."""
+        """Return whether to ask the device now which rows are done: after `every` tokens, when a row may have reached
+        its limit, or after each token if stop strings are matched on the host. Asking synchronizes, so rows may sample
+        tokens after their end, which are discarded."""
         if self.since >= (1 if self.stops.texts else every):
             return True
         return max(self.generation.drawn[row] for row in self.rows) + self.since >= self.generation.ids.shape[1]
 
     def find_done(self) -> tuple[int, list[int]]:
-        """Ask the device which rows are done. Return the number of tokens that all rows drew since the last call, and
-        the prompts of which the last row has finished since. After an error, the tokens drawn since the last call are
-        drawn again, with the same result."""
+        """Ask the device which rows are done. Return the number of tokens that all rows sampled since the last call,
+        and the prompts whose last row has finished since then. After an error, the tokens since the last call are
+        sampled again, with the same result."""
         state, generation, done, total = self.state, self.generation, list[int](), 0
         rows = torch.stack([state.rows, state.counts, state.alive.long()], 1).tolist()
         for row, count, alive in rows:
@@ -163,7 +164,7 @@ class Batch:
         return total, sorted(done)
 
     def drop_finished(self) -> None:
-        """Drop the finished rows; the KV cache of turns is kept for the next turns of their episodes."""
+        """Drop the finished rows. If they are turns, keep their KV cache for the next turns of their episodes."""
         if self.generation.requests:
             self.keep_prefixes()
         if self.rows:
@@ -172,7 +173,7 @@ class Batch:
             self.uniforms = self.uniforms[kept]
 
     def keep_prefixes(self) -> None:
-        """Keep the KV cache of finished turns, without the unused places that steps after a turn's end added."""
+        """Keep the KV cache of finished turns, without the places of tokens that were sampled after a turn's end."""
         state, generation = self.state, self.generation
         rows, held = state.rows.tolist(), (state.positions + 1).tolist()
         done = [place for place, alive in enumerate(state.alive.tolist()) if not alive]
@@ -220,7 +221,7 @@ class Passes:
     @contextmanager
     def evaluating(self, lasting: Kept | None = None) -> Iterator[None]:
         """Turn dropout and gradients off in this context, and cast each adapter to the compute dtype only once. The
-        results are kept in `lasting`, which outlives the context; without `lasting` they are dropped at its end."""
+        cast adapters are kept in `lasting` if it is given, and otherwise dropped at the end of the context."""
         token = WIDE.set(self.wide)
         try:
             with evaluating(self.policy.model), torch.no_grad(), kept_factors(lasting):

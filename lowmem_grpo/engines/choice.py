@@ -34,8 +34,8 @@ class EngineChoice:
 
 
 def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
-    """Choose the engine for `fast_inference` and a model on `device`, from package metadata, without importing vLLM.
-    EngineUnavailableError if the user named "vllm" and it cannot be used."""
+    """Choose the engine for `fast_inference` and a model on `device`. Only package metadata is read; vLLM is not
+    imported. EngineUnavailableError if the user asked for "vllm" and it cannot be used."""
     check_engine(fast_inference)
     if fast_inference in (False, TRANSFORMERS):
         return EngineChoice(TRANSFORMERS, f"fast_inference={fast_inference!r}", forced=True)
@@ -134,7 +134,7 @@ class EngineKeeper:
         return self.engine(policy, tokenizer)
 
     def expect(self, sampled: int) -> None:
-        """Set how many completions a run samples per call, which sizes the engine."""
+        """Set how many completions a run samples per call. A vLLM engine takes its size from this number."""
         self.sampled = sampled
         if self.kept is not None:
             self.kept.expect(sampled)
@@ -163,7 +163,7 @@ class EngineKeeper:
         return self.kept
 
     def close(self) -> None:
-        """Close the kept engine. The next call of `engine` makes a new one, with sizes for which memory had room."""
+        """Close the kept engine. The next call of `engine` makes a new one, with sizes that have fitted into memory."""
         if self.kept is not None:
             self.kept.close()
             self.bound = self.kept.bound

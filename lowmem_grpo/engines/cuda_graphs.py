@@ -27,8 +27,8 @@ class CudaGraph:
     """A recorded CUDA graph, replayed in one launch. Its work must use fixed addresses and never synchronize."""
 
     def __init__(self, work: Run, beside: "CudaGraph | None" = None) -> None:
-        """Record the work without running it. If `beside` is given, use the memory pool of that graph; the two graphs
-        must then never run at the same time. RuntimeError if the work cannot be recorded."""
+        """Record the work without running it. With `beside`, share the memory pool of that graph; the two graphs must
+        then never run at the same time. RuntimeError if the work cannot be recorded."""
         self.graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside.graph.pool()
         # another thread may train meanwhile, and its CUDA calls must not invalidate this capture
@@ -73,8 +73,8 @@ def not_recorded(policy: Policy) -> str:
 
 
 def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offloaded: bool) -> None:
-    """Raise EngineUnavailableError if `enforce_eager=False` asks for CUDA graphs that this model cannot have. Loads no
-    weights. vLLM checks for itself, except for mixtures of experts on a card, which are refused here."""
+    """Raise EngineUnavailableError if `enforce_eager=False` asks for CUDA graphs that this model cannot have. No
+    weights are loaded. vLLM checks this itself, except for mixtures of experts on a card, which are refused here."""
     if asked is not False:
         return
     if engine == VLLM:

@@ -48,7 +48,7 @@ def first_stop(text: str, params: SamplingParams) -> tuple[int, str] | None:
 
 
 def cut_at_stop(text: str, params: SamplingParams) -> str:
-    """Return the text up to the first stop string; keep that string with `include_stop_str_in_output`."""
+    """Return the text before the first stop string; with `include_stop_str_in_output`, the stop string is included."""
     start, stop = first_stop(text, params) or (len(text), "")
     return text[: start + len(stop)] if params.include_stop_str_in_output else text[:start]
 
@@ -64,8 +64,8 @@ class StopCriteria:
         self.reach = max((len(text.encode()) for text in self.texts), default=0) + 4  # tokens; one may be a single byte
 
     def ends(self, tokens: Tensor, last_tokens: Callable[[int], list[list[int]]]) -> Tensor:
-        """Return a mask (B,), True if the token just drawn (B,) ends its completion. Stop strings are looked for in
-        `last_tokens(count)` of each row."""
+        """Return a mask (B,), True if the token just drawn (B,) ends its completion. Stop strings are searched for in
+        the last tokens of each row, which `last_tokens(count)` returns."""
         ended = (tokens[:, None] == self.ids).any(-1)  # `isin` may sort, which synchronizes with the device
         if not self.texts:
             return ended
@@ -76,8 +76,8 @@ class StopCriteria:
 
 def shared_numbers(seed: int, count: int, device: torch.device, part: tuple[int, int] | None = None) -> Uniforms:
     """Return random numbers for `count` rows that depend only on the seed, the row and the position, so that a
-    completion does not depend on how its row was batched or interrupted. With `part` (F, N) the rows are those from
-    index F on out of N rows, and get the same numbers as in a call with all N rows."""
+    completion does not depend on how its row was batched or interrupted. With `part` = (F, N), the rows are number F
+    and those after it in a call with N rows, and get the same numbers as in that call."""
     first, whole = part or (0, count)
 
     @lru_cache(HELD)
@@ -150,9 +150,9 @@ def converse(engine: Any, conversation: Conversation, params: SamplingParams,
 
 def in_rounds(engine: Any, conversation: Conversation, params: SamplingParams,
               tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Decode turns with `generate`, one call for each round of all turns that are ready. The result depends only on the
-    requests, because a round uses the seed of its first turn. A round also uses the largest `max_tokens` of its turns,
-    and longer completions are cut to each turn's own limit."""
+    """Decode turns with `generate`, one call for each round of all turns that are ready. A round uses the seed of its
+    first turn, so the result depends only on the requests. It uses the largest `max_tokens` of its turns, and longer
+    completions are cut to each turn's own limit."""
     requests: list[Request]
 
     def give(index: int, rollouts: list[Rollout]) -> None:

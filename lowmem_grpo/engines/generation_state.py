@@ -1,9 +1,10 @@
 """The tokens that a call of the transformers engine has drawn, and the KV cache of turns, which later turns reuse.
 
-Only the tokens after the cached turn are computed. Rows that continue together are fed the same number of tokens, so
-that each row is contiguous in the cache. A row with fewer new tokens therefore recomputes some of its cached tokens.
+Only the tokens after the cached turn are computed. Rows that are computed together are fed the same number of tokens,
+so that each row is contiguous in the cache. A row with fewer new tokens therefore recomputes some of its cached ones.
 
-The state of a gated delta net has no earlier versions, so a prompt that differs from the cached turn is computed whole.
+The state of a gated delta net cannot go back to an earlier token. So if a prompt differs from its cached turn, all of
+it is computed.
 """
 
 from dataclasses import dataclass, field, replace
@@ -85,7 +86,7 @@ class PrefixCache:
             del self.rows[key]
 
     def evict(self) -> int:
-        """Drop all rows because memory ran out, and later keep at most half as many; returns the number dropped."""
+        """Drop all rows because memory ran out, and later keep at most half as many. Return the number dropped."""
         count = len(self.rows)
         if count:
             self.most = count // 2
@@ -115,8 +116,8 @@ def fed_together(new: dict[int, int], exactly: bool = False) -> list[list[int]]:
 
 @dataclass
 class GenerationState:
-    """The tokens that a call has drawn so far: R = prompts * n rows of at most C tokens. In a round of turns each row
-    is a turn, whose KV cache is kept for the next turn of its episode."""
+    """The tokens that a call has sampled so far: R = prompts * n rows of at most C tokens. In a call for turns, each
+    row is a turn, whose KV cache is kept for the next turn of its episode."""
 
     prompts: list[list[int]]
     params: SamplingParams
@@ -160,8 +161,9 @@ class GenerationState:
     # Prompts
 
     def prefills(self, rows: list[int], running: int) -> list[Prefill]:
-        """Return the prompts of these rows, grouped by tokens to feed: prompts that extend kept turns, then each other
-        prompt once. Take the kept turns out of the prefix cache, and trim it to the room left beside `running` rows."""
+        """Return the prompts of these rows, grouped by tokens to feed: first prompts that extend a cached turn, then
+        each other prompt once. Take the cached turns out of `kept`, and trim it to the room left beside `running` rows.
+        """
         prefixes = {row: kept for row in rows if self.requests
                     if (kept := self.kept.rows.pop(self.requests[row].key, None)) is not None}
         self.kept.trim(self.room - running - len(rows))
@@ -206,8 +208,7 @@ class GenerationState:
         self.routes[rows, counts - 1] = fed[:, -1]
 
     def routes_of(self, row: int, ran: int) -> Routes | None:
-        """Return the routes of a row's prompt and its first `ran` drawn tokens, which were fed; None without experts.
-        """
+        """Return the routes of a row's prompt and its first `ran` sampled tokens; None for a model without experts."""
         if not self.prompt_routes:
             return None
         own = (self.routes[row, :ran].clone().cpu(),) if self.routes is not None and ran else ()

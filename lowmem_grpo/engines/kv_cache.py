@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 class GrowingLayer(DynamicLayer):
     """Keys and values (B, H_kv, L, K), as views of storage with room to grow, so that older tokens are not copied.
 
-    After `GrowingCache.fix`, a tensor says where new tokens are written and no storage moves, as CUDA graphs need.
+    After `GrowingCache.fix`, new tokens are written at an index in a tensor, and no storage moves, as CUDA graphs need.
     """
 
     storage: Tensor  # (2, B, H_kv, capacity, K)
@@ -52,7 +52,8 @@ class GrowingLayer(DynamicLayer):
         return self.storage.untyped_storage().nbytes()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens (B, H, T, K), or write one token at `at`; returns the views."""
+        """Append the keys and values of new tokens (B, H, T, K). After `GrowingCache.fix`, write one token at index
+        `at` instead. Return the views of all keys and values."""
         if self.at is not None:
             self.keys.index_copy_(2, self.at, key_states)
             self.values.index_copy_(2, self.at, value_states)
@@ -136,7 +137,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
 
 def unless_done(after: Tensor, before: Tensor, real: Tensor | None) -> Tensor:
-    """Return the states (B, ...) after new tokens, or before them for rows whose last token is not `real` (B, T)."""
+    """Return each row's state `after` (B, ...) new tokens, or that `before` if its last token is not `real` (B, T)."""
     if real is None:
         return after.clone()  # `after` may be a view of the caller's tensor
     return torch.where(real[:, -1].view(-1, *[1] * (after.dim() - 1)), after, before)
@@ -172,7 +173,7 @@ class GrowingCache(Cache):
     layers: list[Any]
 
     def __init__(self, layers: Iterable[Any] = (), lasting: "LastingStorage | None" = None) -> None:
-        """`lasting` holds the cache's rows; None if the layers own their storage."""
+        """Make a cache whose rows are stored in `lasting`; None if each layer owns its storage."""
         super().__init__(layer_class_to_replicate=GrowingLayer)
         self.layers, self.lasting = [*layers], lasting
 
@@ -191,7 +192,7 @@ class GrowingCache(Cache):
 
     def fix(self, at: Tensor, rows: int, capacity: int) -> None:
         """From now on write the keys and values of new tokens at index `at` (1,), in storage of at least `capacity`
-        places. In lasting storage, views widen to `rows` rows; those beyond the cache's own are ignored."""
+        places. If `lasting` is set, the views then have `rows` rows; those after the cache's own rows are ignored."""
         for place, layer in enumerate(self.layers):
             if isinstance(layer, GrowingLayer):
                 layer.at = at
@@ -228,7 +229,7 @@ class GrowingCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Store the last inputs of a layer's convolution; the first call makes the layer."""
+        """Store the last inputs of a layer's convolution; the first call makes the layer. Return all its inputs."""
         if layer_idx == len(self.layers):
             self.layers.append(StateLayer())
         whole: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
@@ -247,8 +248,8 @@ class CacheSlice:
 
 def right_aligned(pieces: list[CacheSlice], width: int, room: int = 0, give: bool = False) -> GrowingCache:
     """Return a cache of `width` places and `room` for more, with the rows of all pieces in order, right-aligned. The
-    padding is zeros, as an attention weight of 0 would not hide a NaN. With `give`, the source caches lose each layer
-    once it is copied."""
+    padding is zeros, since a NaN would spread even with an attention weight of 0. With `give`, the source caches lose
+    each layer once it is copied."""
     made, lasting = list[Any](), pieces[0].cache.lasting
     for place in range(len(pieces[0].cache.layers)):
         layers = [piece.cache.layers[place] for piece in pieces]

@@ -2,7 +2,8 @@
 
 On a card the step is recorded as a CUDA graph, once per number of rows and cache length (rounded up), because the host
 takes longer to launch a small step's kernels than the card to run them. A graph's first result is compared with the
-eager step's. Without graphs the same code runs eagerly and a warning says why, or with `enforce_eager=False` an error.
+eager step's. Without graphs the same code runs eagerly, and a warning says why; with `enforce_eager=False` this is an
+error instead.
 
 Rows of `generate` use buffers that live as long as the engine, so that the graphs of one call serve the next. Rows of
 `converse`, and all rows if no graphs are recorded, get new buffers.
@@ -65,10 +66,11 @@ class StepBuffers:
 
 
 class TokenStep:
-    """Decode steps: each feeds the last drawn tokens of a batch's rows and returns the next logits."""
+    """The decode steps of a batch. A step feeds the last sampled token of each row, and returns the next logits."""
 
     def __init__(self, passes: Passes, eager: bool | None = None) -> None:
-        """`eager=True` never records steps; False requires recording: EngineUnavailableError if that is impossible."""
+        """Decode with CUDA graphs where they are possible. `eager=True` never records one; with `eager=False`, raise
+        EngineUnavailableError if they are not possible."""
         self.passes = passes
         why = not_recorded(passes.policy)
         if eager is False:
@@ -85,7 +87,7 @@ class TokenStep:
             say_plain(why)
 
     def prepare(self, rows: int, width: int) -> None:
-        """If steps are recorded, make room for `rows` rows of `width` places; buffers that grow lose their graphs."""
+        """If steps are recorded, make room for `rows` rows of `width` places. Buffers that grow lose their graphs."""
         width, old = up_to_multiple(width, self.block), self.lasting
         if self.record is None:
             self.lasting = None
@@ -96,7 +98,7 @@ class TokenStep:
             self.lasting = StepBuffers(rows, width, self.passes.policy.device, LastingStorage(rows, width))
 
     def storage_for(self, width: int, running: int) -> LastingStorage | None:
-        """Return lasting storage of at least `width` places, after the `running` rows in use; None if there is none."""
+        """Return lasting storage of at least `width` places, after the first `running` rows; None if there is none."""
         storage = None if self.lasting is None else self.lasting.storage
         if storage is None or width > storage.capacity:
             return None
@@ -114,7 +116,7 @@ class TokenStep:
         return self.lasting.factors
 
     def extend(self, state: DecodeState) -> Tensor:
-        """Feed the tokens last drawn; returns the logits (B, V) of the next ones, which the next call overwrites."""
+        """Feed the last sampled tokens. Return the logits (B, V) of the next ones, which the next call overwrites."""
         count, width = len(state.rows), state.width + 1
         if state is not self.state or state.positions is not self.positions or width > self.buffers.capacity:
             width = self.hold(state)
@@ -127,8 +129,8 @@ class TokenStep:
         return logits
 
     def hold(self, state: DecodeState) -> int:
-        """Move B rows' cache, mask and inputs to fixed addresses; returns the cache width after the next token. In
-        lasting buffers B is rounded up to the rows of a graph; the results of the extra rows are ignored."""
+        """Move the cache, mask and inputs of B rows to fixed addresses, and return the cache width after the next
+        token. In lasting buffers, B is rounded up to the rows of a graph; the results of the extra rows are ignored."""
         self.release()
         count, buffers = len(state.rows), self.lasting
         if buffers is not None and state.cache.lasting is buffers.storage:

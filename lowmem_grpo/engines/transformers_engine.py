@@ -1,8 +1,8 @@
 """Rollouts by the trainer's own model through transformers: no second copy, nothing to sync, any device.
 
 Each prompt is prefilled once, and its cache is repeated for its n completions; finished rows leave the batch. If memory
-runs out, fewer rows are decoded at once, and waiting rows enter as rows finish. Unfinished rows resume from the tokens
-they have, because redrawing them would favour short completions. The sampled tokens do not depend on any of this,
+runs out, fewer rows are decoded at once, and waiting rows enter as rows finish. Unfinished rows keep their tokens and
+continue, because sampling them again would favour short completions. The sampled tokens do not depend on any of this,
 because each row has its own random numbers. Turns are decoded in rounds; a round has all turns that are ready.
 """
 
@@ -41,8 +41,9 @@ class TransformersEngine:
 
     def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
                  enforce_eager: bool | None = None, sampling_weights: str | None = None) -> None:
-        """`enforce_eager=True` turns CUDA graphs off; False requires them: EngineUnavailableError if there can be none.
-        `sampling_weights="16bit"` dequantizes quantized weights while sampling; None leaves that to the run's plan."""
+        """Make an engine on the policy's model. `enforce_eager=True` turns CUDA graphs off; with False,
+        EngineUnavailableError if there can be none. `sampling_weights="16bit"` dequantizes quantized weights while
+        sampling; None lets the run's plan decide."""
         self.policy, self.passes = policy, Passes(policy)
         self.tokenizer, self.pad_id = tokenizer, tokenizer.pad_token_id or 0
         self.max_seq_length = max_seq_length
@@ -85,7 +86,7 @@ class TransformersEngine:
             self.passes.wide.held.clear()
 
     def give_back(self) -> None:
-        """Free everything now and before each later training phase, because memory ran out in training."""
+        """Free everything now, and again before each later training phase, because memory ran out in training."""
         self.sleeps = True
         if not self.decoding:
             self.sleep()
@@ -121,8 +122,8 @@ class TransformersEngine:
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Decode turns in rounds; see `Engine.converse`. Without a limit on rows, running and kept rows together are at
-        most twice the largest round."""
+        """Decode turns in rounds; see `Engine.converse`. A cached turn takes the place of a row. If rows are not
+        limited, running rows and cached turns together are at most twice the largest round."""
         self.kv_bytes, goes_on = 0, getattr(conversation, "goes_on", False)
         self.step.drop()  # its memory is needed for kept rows
         if not goes_on:
@@ -145,7 +146,7 @@ class TransformersEngine:
     # One call: all rows
 
     def decode(self, generation: GenerationState) -> None:
-        """Sample every row until it ends; as many rows at a time as memory has room for."""
+        """Sample every row until it ends. As many rows are decoded at a time as memory has room for."""
         most, n, device = len(generation.budgets), generation.params.n, self.policy.device
         waiting = deque(range(most))
         if (self.bound.under(None) or most) < most:  # not all rows have room, so the longest expected start first
@@ -173,8 +174,8 @@ class TransformersEngine:
                 most = self.smaller(generation, size, len(batch.rows), failed)
 
     def smaller(self, generation: GenerationState, size: int, left: int, shortage: OutOfMemory) -> int:
-        """Return how many rows to decode at once after memory ran out with `left` of `size` rows unfinished: as many as
-        before if dequantized weights or kept turns could be dropped, else half of those left."""
+        """Return how many rows to decode at once, after memory ran out when `left` of `size` rows were unfinished. It
+        is the same number if dequantized weights or cached turns could be dropped, and otherwise half of `left`."""
         if generation.finished.failed_outside is not None:
             raise generation.finished.failed_outside  # memory ran out in a callback, so fewer rows would not help
         what = f"sampling {size} at once"
@@ -192,8 +193,8 @@ class TransformersEngine:
     # One batch: rows that are decoded together
 
     def decode_together(self, batch: Batch) -> None:
-        """Sample rows until all have ended and none waits. After an error, `batch.rows` holds the unfinished rows that
-        had entered."""
+        """Sample rows until all have ended and none is waiting. After an error, `batch.rows` lists the rows that had
+        entered the batch and are unfinished."""
         logits = torch.empty(0)
         self.pace.resume()
         while batch.rows or batch.waiting:
@@ -245,7 +246,7 @@ class TransformersEngine:
     # Rows that enter
 
     def enter(self, batch: Batch, logits: Tensor) -> Tensor:
-        """Let waiting rows enter while there is room; returns `logits` of the running and the new rows, (B, V)."""
+        """Let waiting rows enter while there is room. Return the logits (B, V) of running rows, then of new ones."""
         self.step.release()
         while batch.waiting and (running := len(batch.rows)) < batch.size:
             state, new = self.start_rows(batch.generation, batch.take_rows(), running)
@@ -255,8 +256,8 @@ class TransformersEngine:
         return logits
 
     def start_rows(self, generation: GenerationState, rows: list[int], running: int) -> tuple[DecodeState, Tensor]:
-        """Prefill the prompts of B rows and the tokens, equally many per row, that they drew before an interruption;
-        returns their state and the next tokens' logits (B, V)."""
+        """Prefill the prompts of B rows, and the tokens that they had sampled before an interruption, equally many per
+        row. Return their state and the next tokens' logits (B, V)."""
         start = generation.drawn[rows[0]]
         made = [self.prefill(generation, each, running, start) for each in generation.prefills(rows, running)]
         state, logits = DecodeState.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
@@ -269,9 +270,9 @@ class TransformersEngine:
 
     def prefill(self, generation: GenerationState, prefill: Prefill, running: int, start: int
                 ) -> tuple[DecodeState, Tensor]:
-        """Feed the uncached tokens of prompts, each prompt once; returns the state of their B rows and the next tokens'
-        logits (B, V). The cache of `generate` is placed in the lasting storage, behind `running` rows, if that has room
-        for `start` more tokens."""
+        """Feed the uncached tokens of prompts, each prompt once. Return the state of their B rows and the next tokens'
+        logits (B, V). In a call of `generate`, the cache is placed in the lasting storage, after the `running` rows, if
+        that has room for `start` more tokens."""
         device, cache, held = self.policy.device, prefill.held_cache(), prefill.held
         input_ids, real = prefill.inputs(self.pad_id, device)
         state = DecodeState.holding(torch.arange(len(held), device=device), cache, torch.tensor(held, device=device))

@@ -1,6 +1,6 @@
-"""Registration of kernels as single PyTorch operations, for graphs, fake tensors and dispatch modes; and backward
-passes that refuse to be differentiated a second time. Checks of arguments, and matrix products of 16-bit tensors with a
-32-bit result, without a 32-bit copy of the larger one.
+"""Registration of kernels as single PyTorch operations, for graphs, fake tensors and dispatch modes. Also backward
+passes that refuse to be differentiated a second time, checks of arguments, and matrix products of 16-bit tensors with a
+32-bit result, without a 32-bit copy of the larger tensor.
 
 A call of `torch.library.custom_op` costs 20 to 90 microseconds of Python when it writes to its arguments, more than the
 launch itself. Here an operation is registered with the dispatcher directly, which costs about 2 microseconds. A tensor
@@ -27,9 +27,10 @@ def custom_op(
     name: str, kernel: Callable[..., Any], cuda: Callable[..., Any] | None = None, *,
     fake: Callable[..., Any] | None = None, mutates: Sequence[str] = (),
 ) -> Any:
-    """Register and return the operation `lowmem_grpo::name`: `kernel` on the CPU and `cuda` on a card, or `kernel` on
-    both. The schema is taken from the annotations of `kernel`. `mutates` names the arguments that are written to.
-    `fake` returns uninitialised results of the right shapes; an operation without results needs none."""
+    """Register and return the operation `lowmem_grpo::name`. It runs `kernel` on the CPU and `cuda` on a card; without
+    `cuda`, `kernel` runs on both. The schema is taken from the annotations of `kernel`. `mutates` names the arguments
+    that are written to. `fake` returns uninitialised results of the right shapes; an operation without results needs
+    none."""
     LIBRARY.define(name + torch.library.infer_schema(kernel, mutates_args=mutates), tags=torch.Tag.pt2_compliant_tag)
     written = [list(inspect.signature(kernel).parameters).index(argument) for argument in mutates]
     kernels = {"CompositeExplicitAutograd": kernel} if cuda is None else {"CPU": kernel, "CUDA": on_its_card(cuda)}
@@ -69,8 +70,8 @@ def on_its_card(function: Callable[..., Any]) -> Callable[..., Any]:
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return an autograd function's `backward` wrapped so that differentiating its results raises RuntimeError.
 
-    With a graph of the gradients (`create_graph=True`), a penalty on them would otherwise be treated as a constant,
-    without a warning. torch's own decorator notices that only if the incoming gradients need gradients too.
+    Otherwise a penalty on the gradients (`create_graph=True`) would be treated as a constant, without a warning.
+    torch's own decorator notices that only if the incoming gradients need gradients too.
     """
     name = backward.__qualname__.partition(".")[0]
 
@@ -112,7 +113,7 @@ def check_tensors(optional: Mapping[str, Any] | None = None, **needed: Any) -> N
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Raise ValueError for an argument that is no number, or a tensor that is not one number or requires a gradient."""
+    """Raise ValueError for an argument that is not a number. A tensor must be a single number and need no gradient."""
     for name, value in numbers.items():
         if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
             raise ValueError(f"{name} is a tensor {tuple(value.shape)}, requires_grad={value.requires_grad}; it must "
@@ -127,9 +128,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def matmul_fp32(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return left (M, K) @ right (K, N) in float32 (float64 for float64), written to `out` (M, N) if it is given. On
-    CUDA the product reads 16-bit operands and writes its float32 accumulator. The CPU has no such product: columns of
-    `right` are upcast in bands no larger than the result."""
+    """Return left (M, K) @ right (K, N) in float32 (float64 for float64), in `out` (M, N) if that is given. On CUDA the
+    product reads 16-bit operands and writes its float32 accumulator. The CPU has no such product, so `right` is upcast
+    there in bands of columns no larger than the result."""
     dtype = accumulator_dtype(left.dtype)
     if out is None:
         out = torch.empty(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
@@ -154,7 +155,7 @@ upcast_matmul = custom_op("upcast_matmul", matmul_in_bands, mutates=("out",))
 
 
 def addmm_fp32(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add left (M, K) @ right (K, N) to total (M, N) in place, in its dtype: float32, or float64 for float64."""
+    """Add left (M, K) @ right (K, N) to `total` (M, N) in place. `total` is float32, or float64 for float64."""
     if left.dtype == total.dtype:
         return total.addmm_(left, right)
     if left.is_cuda:

@@ -52,7 +52,7 @@ def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences,
     initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (T, H, V) in value's dtype, and final states (S, H, K, V) in float32; `initial` None means zeros."""
+    """Return o (T, H, V) in value's dtype, and final states (S, H, K, V) in float32. `initial` None means zeros."""
     if initial is None:
         initial = g.new_zeros(len(runs.lengths), value.shape[1], key.shape[2], value.shape[2])
     if not runs.tokens:
@@ -117,7 +117,8 @@ def by_fla(
 
 @cache
 def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether fla's kernels agree with the token-by-token rule, gradients too; tried once per card and dtype."""
+    """Return whether fla's kernels agree with the token-by-token rule, gradients too. Each card and dtype is tried
+    once."""
     runs, outcomes = VarlenSequences((70, 3, 0, 60), device), []
     with torch.enable_grad():
         inputs = example(runs, device, dtype)
@@ -146,7 +147,8 @@ def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> 
 def delta_step(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run the rule on one token of each of B rows (B for T); return (B, H, V) and the next states (B, H, K, V)."""
+    """Run the rule on one token of each of B rows, with shapes as in `delta_rule`, B in place of T. Return (B, H, V)
+    and the next states (B, H, K, V)."""
     groups, dtype = value.shape[1] // key.shape[1], state.dtype
     query, key = (normed(x.to(dtype)).repeat_interleave(groups, 1) for x in (query, key))
     state = state * g.to(dtype).exp()[..., None, None]
@@ -163,7 +165,7 @@ def normed(x: Tensor) -> Tensor:
 
 
 class DeltaRuleFunction(torch.autograd.Function):
-    """The rule in its chunked form; only the inputs are kept."""
+    """The rule in its chunked form. Only the inputs are saved for backward."""
 
     @staticmethod
     def forward(ctx, query, key, value, g, beta, initial, runs):

@@ -65,14 +65,13 @@ def max_rows(capability: int) -> int:
 
 
 def taken_rows(capability: int, form: str) -> int:
-    """Return the rows up to which the kernel of this form, "nf4" or "fp8", is faster than dequantizing first."""
+    """Return the most rows for which the kernel of this form ("nf4" or "fp8") is faster than dequantizing first."""
     return next(most for least, most in TAKEN_ROWS[form].items() if capability >= least)
 
 
 def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> Launch:
-    """Return a launch whose warps divide K; each warp reads `step` bytes of a row of W at a time. From sm_80 on there
-    are as many warps as have room for their columns of x in shared memory. Further blocks take the rows beyond
-    `max_rows`."""
+    """Return a launch whose warps divide K; each warp reads `step` bytes of a row of W at a time. From sm_80 on, shared
+    memory limits the warps, as it holds their columns of x. Rows beyond `max_rows` go to further blocks."""
     rows = min(rows, max_rows(capability))
     if capability < 80:
         block_m = 1 if rows == 1 else max(4, next_power_of_2(rows))
@@ -153,7 +152,7 @@ def decode_op(name: str, values: Callable[..., Tensor], kernel: Callable[..., Te
 def given_adapters(
     xa: Tensor | None, lora_b: Tensor | None, scale: float | Tensor, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, float, Tensor | None, Tensor | None]:
-    """Return the last arguments of the operations; the scale of LoRA is a number, or 0.0 and a tensor."""
+    """Return the last arguments of the operations. LoRA's scale becomes a number and None, or 0.0 and a tensor."""
     number, tensor = (0.0, scale.float()) if isinstance(scale, Tensor) else (float(scale), None)
     a, b, added = (part if part is None else part.contiguous() for part in (xa, lora_b, bias))
     return a, b, number, tensor, added
@@ -163,7 +162,8 @@ def finish_arguments(
     x: Tensor, table: Tensor, features: Sequence[int], xa: Tensor | None, lora_b: Tensor | None, scale: float,
     scale_tensor: Tensor | None, bias: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return the arguments of `finish` in order; x or the float32 `table` stands in, unread, for a missing tensor."""
+    """Return the arguments of `finish` in order. In place of a missing tensor, x or the float32 `table` is passed and
+    not read."""
     ends = [sum(features[: number + 1]) for number in range(MAX_MATRICES - 1)]
     return (
         x if xa is None else xa, x if lora_b is None else lora_b, x if bias is None else bias,

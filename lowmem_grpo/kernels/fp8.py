@@ -28,7 +28,7 @@ REFERENCE_ELEMENTS = 2**22  # handled at a time on the CPU; temporaries take abo
 
 @dataclass(frozen=True, eq=False)
 class FP8Weight:
-    """A frozen (out, in) weight in FP8; several matrices if they lie on top of each other in memory."""
+    """A frozen (out, in) weight in FP8. It may be several matrices, on top of each other in memory."""
 
     codes: Tensor  # (out, in) uint8, contiguous: the bits of float8_e4m3fn
     scales: Tensor  # (ceil(out / h), ceil(in / w)) float32, contiguous
@@ -69,7 +69,7 @@ class FP8Weight:
 
     @property
     def column_unit(self) -> int:
-        """The unit for bands of columns, which may begin at any column, but are faster where a block begins."""
+        """The unit for bands of columns. A band may begin at any column, but is faster where a block begins."""
         return self.block[1] if self.block[1] < self.shape[1] else 16
 
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
@@ -98,7 +98,7 @@ def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) ->
 @torch.no_grad()
 def fp8_quantize(weight: Tensor, block: tuple[int, int] | None = None) -> FP8Weight:
     """Quantize a weight (out, in) of any floating dtype to FP8: each scale makes the largest value of its block 448.
-    `block` None is a scale for each row. Takes a few rows of blocks at a time; NaN stays NaN."""
+    With `block` None, each row has one scale. A few rows of blocks are quantized at a time. NaN stays NaN."""
     check_tensors(weight=weight)
     if weight.ndim != 2 or not weight.is_floating_point():
         raise ValueError(f"expected a weight (out, in) of a floating dtype; got {tuple(weight.shape)} {weight.dtype}")
@@ -129,7 +129,8 @@ def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def spread_scales(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """Return the scale of each weight in a part of this shape that begins with a block; (rows, 1) for scales by row."""
+    """Return the scale of each weight in a part of this `shape`, which begins with a block. For scales by row this is
+    (rows, 1)."""
     spread = scales.repeat_interleave(block[0], 0)[: shape[0]] if block[0] > 1 else scales
     return spread if scales.shape[1] == 1 else spread.repeat_interleave(block[1], 1)[:, : shape[1]]
 
@@ -147,7 +148,7 @@ DEQUANTIZE = Launch({"BLOCK_R": 32, "BLOCK_C": 128}, num_warps=8, num_stages=1)
 
 @triton.jit
 def e4m3(code, NATIVE: tl.constexpr):
-    """Return the value of each code (uint8) in float32. NATIVE: by the card's own conversion, from sm_89 on."""
+    """Return the value of each code (uint8) in float32. With NATIVE, the card converts them itself (from sm_89 on)."""
     if NATIVE:
         return code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     magnitude = (code & 127).to(tl.uint16)

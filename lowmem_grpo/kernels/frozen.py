@@ -32,8 +32,8 @@ FrozenWeight = Tensor | QuantizedWeight
 
 @dataclass(eq=False)
 class WideWeights:
-    """Holds dequantized 16-bit weights for products of more than `few` rows of x inside a context (`WIDE`). The first
-    such product dequantizes a weight, which stays in memory until `held` is cleared."""
+    """Holds dequantized 16-bit weights, which products of more than `few` rows of x use inside a context (`WIDE`). A
+    weight is dequantized by its first such product, and stays in memory until `held` is cleared."""
 
     few: int
     held: dict[tuple[int, tuple[int, int]], tuple[QuantizedWeight, Tensor]] = field(default_factory=dict)
@@ -163,7 +163,8 @@ def project_back_each(
 
 
 def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, dequantized rows) in the dtype of `like`: equal bands in one buffer, or all at once."""
+    """Yield (first row, dequantized rows) in the dtype of `like`: equal bands in one buffer. A weight that is kept
+    dequantized is yielded whole."""
     wide = wide_weights()
     if wide is not None and len(like) > wide.few:
         yield 0, wide.dequantized(weight, like)
@@ -213,8 +214,8 @@ def check_frozen(weight: FrozenWeight) -> None:
 
 def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias (..., out) for x (..., in) of any floating dtype, to which codes are decoded. The backward
-    pass decodes them again, so nothing is kept for it. The weight takes no gradient, a bias may. ValueError if shapes
-    do not fit."""
+    pass decodes them again, so nothing is saved for it. The weight gets no gradient; a bias may get one. ValueError if
+    shapes do not fit."""
     weight = frozen_weight(weight)
     check_tensors({"bias": bias}, x=x)
     check_frozen(weight)
@@ -244,8 +245,8 @@ class FrozenLinearFunction(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class FrozenStack:
-    """The frozen weights of E experts in one buffer, E matrices (out, in) on top of each other, in NF4 or unquantized:
-    expert e is rows e * out to (e + 1) * out. ValueError if they cannot be sliced by expert.
+    """The frozen weights of E experts in one buffer: E matrices (out, in) on top of each other, in NF4 or unquantized.
+    Expert e has rows e * out to (e + 1) * out. ValueError if they cannot be sliced by expert.
 
     An expert is a view of codes and scales, so a block of weights must end at each border between experts. Blocks of
     nested scales may span a border; `NF4Weight.rows` takes account of that.
@@ -306,7 +307,8 @@ class FrozenStack:
         return self.weight[part] if isinstance(self.weight, Tensor) else self.weight.rows(part.start, part.stop)
 
     def fill(self, out: Tensor, number: int) -> Tensor:
-        """Return an expert's weight (out, in) in the dtype of `out`: a view if it has that dtype, else `out`."""
+        """Return an expert's weight (out, in) in the dtype of `out`. It is a view if stored in that dtype, and
+        otherwise written to `out`."""
         part = self.expert(number)
         if isinstance(part, Tensor):
             return part if part.dtype == out.dtype else out.copy_(part)

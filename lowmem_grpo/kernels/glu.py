@@ -52,7 +52,8 @@ def gradients_ref(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
 
 
 def launch_rule(columns: int) -> Launch:
-    """Return a launch of 1,024 entries per program, eight per thread, shared by none: writing in place is safe."""
+    """Return a launch of 1,024 entries per program, eight per thread. No two threads share an entry, so writing in
+    place is safe."""
     block = 1024 if columns > 256 else 256 if columns > 64 else 64
     return Launch({"BLOCK_N": 1024 // block, "BLOCK_F": block}, num_warps=4, num_stages=1)
 
@@ -117,7 +118,8 @@ def glu_bwd_kernel(
 def launch_bwd(
     grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, activation: str, product: bool
 ) -> None:
-    """Write grad_gate and grad_up, which may be gate and up; with `product`, also write act(gate) * up over grad."""
+    """Write grad_gate and grad_up; their buffers may be those of gate and up. With `product`, write act(gate) * up over
+    grad."""
     rows, columns = gate.shape
     launch = launch_rule(columns)
     glu_bwd_kernel[grid(rows, columns, launch)](
@@ -208,7 +210,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
-    """Return gelu(gate) * up with the tanh approximation, or with `approximate="none"` by the error function. The
+    """Return gelu(gate) * up. `approximate` chooses the tanh approximation or, with "none", the error function. The
     tensors are those of `swiglu`."""
     return glu(gate, up, gelu_name(approximate))
 
@@ -241,7 +243,7 @@ def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> Non
 
 
 def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (gate, up), which without `up` are the halves of the last dimension of `gate`."""
+    """Return (gate, up). Without `up`, they are the halves of the last dimension of `gate`."""
     if up is not None:
         return gate, up
     half = gate.shape[-1] // 2

@@ -62,10 +62,10 @@ def linear_logprobs(
     the likeliest token with `return_best`.
 
     hidden (N, D) and weight (V, D) share a floating dtype, targets (N,) is int64, bias (V,) is optional. Returns
-    logprobs (N,) in float32 (float64 for float64 input), or a tuple with the other values asked for, each (N,). Rows
-    whose target is `ignore_index` give 0 and no gradient. Other targets outside of the vocabulary are refused on the
-    CPU, and give NaN on a card, which does not wait for a check. The log-probability of the likeliest token has no
-    gradient, and also holds for ignored rows; where it equals the target's, the target is the likeliest token.
+    logprobs (N,) in float32 (float64 for float64 input), or a tuple of them and the other values asked for, each (N,).
+    Rows whose target is `ignore_index` give 0 and no gradient. Other targets outside the vocabulary raise ValueError on
+    the CPU. On a card, which does not wait for a check, they give NaN. The log-probability of the likeliest token has
+    no gradient, and ignored rows have one too; where it equals the target's, the target is the likeliest token.
 
     hidden, weight and bias get gradients if they require them. The entropy is a value without gradient unless
     `entropy_grad` is set, for a loss with an entropy bonus; that costs a third matrix product. `chunk_rows` rows of
@@ -90,7 +90,7 @@ def linear_logprobs(
 
 
 def default_rows(device: torch.device, vocabulary: int) -> int:
-    """Return the largest power of two of rows whose float32 logits stay within the device's budget."""
+    """Return the number of rows whose float32 logits stay within the device's budget: the largest such power of two."""
     budget = CPU_CHUNK_BYTES
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else 80 * 2**30

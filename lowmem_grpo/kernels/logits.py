@@ -23,7 +23,7 @@ NONE_IGNORED = -(2**62)  # equals no target
 
 
 class LogitShape(NamedTuple):
-    """The numbers in this module's formulas; rows whose target is `ignore_index` give 0 and no gradient."""
+    """The numbers in this module's formulas. Rows whose target is `ignore_index` give 0 and no gradient."""
 
     temperature: float = 1.0
     scale: float = 1.0
@@ -59,7 +59,8 @@ def kernels_take(logits: Tensor) -> bool:
 
 
 def packed_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a view (R, V) of `dtype` on float32 logits (R, V); a 16-bit dtype takes the first half of each row."""
+    """Return a view (R, V) of `dtype` on float32 logits (R, V). For a 16-bit dtype it is the first half of each row's
+    bytes."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 
@@ -69,7 +70,8 @@ def floor_(logits: Tensor) -> Tensor:
 
 
 def row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """Return the dot products (R,) of the rows of two tensors (R, V), by bands, with no buffer (R, V) for products."""
+    """Return the dot products (R,) of the rows of two tensors (R, V). They are taken by bands, without an (R, V)
+    buffer."""
     bands = zip(left.split(DOT_COLUMNS, 1), right.split(DOT_COLUMNS, 1), strict=True)
     return torch.stack([torch.linalg.vecdot(*band) for band in bands]).sum(0)
 

@@ -73,8 +73,9 @@ def finish_rows_ref(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Return (4, R): logprobs, entropy, m, log s of raw logits (R, V), which are overwritten; needs one more buffer of
-    their size. With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient afterwards."""
+    """Return (4, R): logprobs, entropy, m, log s of raw logits (R, V), which are overwritten. This needs one more
+    buffer of their size. With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient
+    afterwards."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     ignored = targets == ignore_index
     columns = targets.masked_fill(ignored, 0)[:, None]
@@ -139,7 +140,8 @@ def logprob_rows_triton(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Launch the kernel, one program per row; return (4, R). With a dtype, the gradient overwrites the logits."""
+    """Launch the kernel, one program per row; return (4, R). With `gradient_dtype`, the gradient overwrites the logits.
+    """
     rows, vocabulary = logits.shape
     results = torch.empty(4, rows, dtype=logits.dtype, device=logits.device)
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)
@@ -166,8 +168,8 @@ def backward_tiles(
 ) -> list[Tensor]:
     """Return gradients of hidden (N, D), weight (V, D) and bias (V,), empty if not needed, from the results (4, N) of
     `forward_rows` and the incoming gradients (N,). Incoming gradients are divided by their largest magnitude before
-    anything is rounded to 16 bits, and the results multiplied by it in float32: a loss averaged over many tokens does
-    not underflow in float16."""
+    anything is rounded to 16 bits, and the results multiplied by it in float32. So a loss averaged over many tokens
+    does not underflow in float16."""
     smallest = grad_logprobs.new_full((1,), torch.finfo(grad_logprobs.dtype).tiny)  # for a divisor above 0 if all are 0
     present = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
     most = torch.cat([smallest, *present]).abs().amax()

@@ -41,8 +41,9 @@ def lora_linear(
     """Return the outputs (..., out_i) of several linear layers on the same x (..., in), saved once for backward.
 
     A weight is a tensor (out, in) of the dtype of x, an `NF4Weight`, an `FP8Weight` or bitsandbytes' Params4bit; it
-    takes no gradient, and neither does a bias (out,). A quantized weight of several adjacent matrices stands for as
-    many layers. A layer without LoRA has None in `loras`. Raises ValueError if shapes or dtypes do not fit.
+    takes no gradient, and neither does a bias (out,). A quantized weight that consists of several adjacent matrices
+    counts as several layers. A layer without LoRA has None in `loras`. Raises ValueError if shapes or dtypes do not
+    fit.
     """
     if (isinstance(weights, Tensor) and weights.ndim < 3) or isinstance(loras, LoRA):
         raise ValueError("expected lists, with a weight and a LoRA or None of each layer: lora_linear(x, [weight], "
@@ -61,7 +62,7 @@ def lora_linear(
 
 
 class LoRALinearFunction(torch.autograd.Function):
-    """Keeps x and the adapters; the backward pass computes only the products with A again."""
+    """Saves x and the adapters. The backward pass computes only the products with A again."""
 
     @staticmethod
     def forward(ctx, x, weights, biases, scales, *tensors):

@@ -59,7 +59,8 @@ class Factors:
         return low
 
     def grad_low(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Return d_low (N, sum of r_i) from the dy_i (N, out_i), with zeros where one is None; None if all are."""
+        """Return d_low (N, sum of r_i) from the dy_i (N, out_i). Where a dy_i is None, it has zeros; if all are, return
+        None."""
         like = next((grad for grad, b in zip(grads, self.b, strict=True) if grad is not None and b is not None), None)
         if like is None:
             return None
@@ -74,7 +75,8 @@ class Factors:
         return d_low
 
     def gradients(self, grads: Sequence[Tensor | None], d_low: Tensor, x: Tensor) -> list[Tensor | None]:
-        """Return [dA_i, dB_i of each layer] in float32 (float64 if x is); None without LoRA or without dy_i."""
+        """Return [dA_i, dB_i of each layer] in float32 (float64 if x is). Both are None without LoRA or without dy_i.
+        """
         low, grad_a = self.scaled_low(x), matmul_fp32(d_low.T, x)
         gradients: list[Tensor | None] = []
         for grad, b, columns in zip(grads, self.b, self.columns, strict=True):
@@ -95,8 +97,8 @@ KEPT: ContextVar[Kept | None] = ContextVar("kept factors", default=None)  # a th
 
 @contextmanager
 def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
-    """Convert each layer's pairs once inside the context, in passes without gradient (2 bytes per number in 16 bits).
-    The adapters must not change inside. Pairs in `lasting` are converted again, in place, and stay there."""
+    """Inside this context, convert each layer's pairs once in passes without gradient (2 bytes per number in 16 bits).
+    The adapters must not change inside it. Pairs in `lasting` are converted again, in place, and stay there."""
     kept: Kept = {} if lasting is None else lasting
     convert_again(kept)
     token = KEPT.set(kept)
@@ -109,7 +111,7 @@ def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
 
 
 def convert_again(kept: Kept) -> None:
-    """Write the current adapters over those converted earlier, in place: a CUDA graph reads them there."""
+    """Write the current adapters over those converted earlier. A CUDA graph may read them at these addresses."""
     for key, (groups, factors) in kept.items():
         if not isinstance(key[0], torch.dtype):
             continue  # holds no converted tensors
@@ -130,7 +132,8 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
-    """Return `find()`; inside `kept_factors` call it once per key, and keep `what`, whose ids are in the key."""
+    """Return `find()`. Inside `kept_factors`, call it once per key. `what`, whose ids are in the key, is then kept too.
+    """
     kept = KEPT.get()
     if kept is None:
         return find()
@@ -140,7 +143,8 @@ def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
 
 
 def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
-    """Return the factors of each group of layers on one input, None for one without LoRA; one launch converts all."""
+    """Return the factors of each group of layers on one input; None for a group without LoRA. One launch converts all.
+    """
     copies: Copies = []
     factors = [factors_of_group(group, dtype, copies) for group in groups]
     if copies:
@@ -149,7 +153,7 @@ def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | No
 
 
 def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factors | None:
-    """Return the factors of pairs on one input, the A stacked; None without any. Casts are noted in `copies`."""
+    """Return the factors of pairs on one input, the A stacked; None without any pair. Casts are noted in `copies`."""
     present = [lora for lora in group if lora is not None]
     if not present:
         return None

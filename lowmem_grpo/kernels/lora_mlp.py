@@ -42,11 +42,12 @@ def lora_mlp(
 ) -> Tensor:
     """Return y (..., out) for x (..., in).
 
-    gate, up (F, in) and down (out, F): tensors of the dtype of x, `NF4Weight`, `FP8Weight` or bitsandbytes' Params4bit,
-    frozen. With `up=None` gate is one matrix (2 F, in), gate's rows first, as in Phi-3, with one LoRA; or a quantized
-    weight of two adjacent matrices, gate and up, each with its own LoRA. activation: "silu", "gelu_tanh" or "gelu".
-    With `tile_rows` (at least 1; out = in) rows are computed in tiles of that size, and the backward pass computes gate
-    and up again. Without tiles, the backward pass overwrites gate and up, so a second one raises RuntimeError.
+    gate, up (F, in) and down (out, F) are frozen: tensors of the dtype of x, `NF4Weight`, `FP8Weight` or bitsandbytes'
+    Params4bit. With `up=None`, `gate` has both: as one matrix (2 F, in), gate's rows first, with one LoRA (as in
+    Phi-3), or as a quantized weight of two adjacent matrices, gate and up, each with its own LoRA. activation: "silu",
+    "gelu_tanh" or "gelu". With `tile_rows` (at least 1; out = in) rows are computed in tiles of that size, and the
+    backward pass computes gate and up again. Without tiles, the backward pass overwrites gate and up, so a second one
+    raises RuntimeError.
     """
     inner = [frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
     both = len(list(lora.shapes_of(inner))) == 1
@@ -98,7 +99,7 @@ class MLPWeights:
 
 
 class LoRAMLPFunction(torch.autograd.Function):
-    """All rows at once: gate and up are kept, and the backward pass reuses their buffers."""
+    """Computes all rows at once. gate and up are saved, and the backward pass reuses their buffers."""
 
     @staticmethod
     def forward(ctx, x, weights, *tensors):
@@ -119,7 +120,7 @@ class LoRAMLPFunction(torch.autograd.Function):
 
 
 class TileBackward(torch.autograd.Function):
-    """Keeps x and passes it on. Its backward pass gets dy from `TileForward` and computes all gradients."""
+    """Saves x and passes it on. Its backward pass gets dy from `TileForward` and computes all gradients."""
 
     @staticmethod
     def forward(ctx, x, weights, tile_rows, *tensors):
@@ -149,7 +150,7 @@ class TileBackward(torch.autograd.Function):
 
 
 class TileForward(torch.autograd.Function):
-    """Computes y of the x that `TileBackward` kept; its backward pass passes dy on unchanged."""
+    """Computes y of the x that `TileBackward` saved. Its backward pass passes dy on unchanged."""
 
     @staticmethod
     def forward(ctx, x, weights, tile_rows, tensors):

@@ -29,7 +29,7 @@ REFERENCE_ELEMENTS = 2**22  # dequantized at a time on the CPU; temporaries take
 
 @dataclass(frozen=True, eq=False)
 class NF4Weight:
-    """A frozen (out, in) weight in 4 bits; several matrices on top of each other if `adjacent` made it."""
+    """A frozen (out, in) weight in 4 bits. If `adjacent` made it, it is several matrices on top of each other."""
 
     packed: Tensor  # (ceil(out * in / 2),) uint8
     absmax: Tensor  # (blocks,) float32, or uint8 with double quantization
@@ -46,7 +46,7 @@ class NF4Weight:
 
     @classmethod
     def from_bitsandbytes(cls, param: Any) -> "NF4Weight":
-        """Borrow the tensors of a quantized Params4bit: no copy, and later changes of them are seen here."""
+        """Borrow the tensors of a quantized Params4bit. Nothing is copied, so later changes of them are seen here."""
         state = getattr(param, "quant_state", None)
         if isinstance(param, torch.nn.Module):
             raise ValueError(f"expected a Params4bit; got {type(param).__name__}: give its weight")
@@ -119,7 +119,7 @@ class NF4Weight:
 
     @property
     def column_unit(self) -> int:
-        """The smallest number of columns that can be dequantized alone: all of them if blocks span rows."""
+        """The smallest number of columns that can be dequantized alone. If blocks span rows, this is all columns."""
         return self.blocksize if self.shape[1] % self.blocksize == 0 else max(self.shape[1], 1)
 
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
@@ -134,7 +134,8 @@ class NF4Weight:
         return tensor.expand_as(self.nested_absmax) if name == "offset" else tensor
 
     def rows(self, start: int, stop: int) -> "NF4Weight":
-        """Return rows start to stop as a view. `start` must begin a block: each row does if blocksize divides `in`."""
+        """Return rows `start` to `stop` as a view. A block must begin at `start`; if blocksize divides `in`, one does
+        at each row."""
         columns, size = self.shape[1], self.blocksize
         if not 0 <= start <= stop <= self.shape[0] or start * columns % size:
             raise ValueError(f"rows {start} to {stop} of {self.shape} in blocks of {size} do not begin with a block")

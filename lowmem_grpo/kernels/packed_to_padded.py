@@ -34,7 +34,7 @@ def padded_to_packed_ref(side_by_side: Tensor, places: Tensor) -> Tensor:
 
 
 def by_place(side_by_side: Tensor) -> Tensor:
-    """Return y (S, H, W, K) as (S W, H, K), copied only if its memory has another layout."""
+    """Return y (S, H, W, K) as (S W, H, K). It is copied only if its memory has another layout."""
     return side_by_side.transpose(1, 2).flatten(0, 1)
 
 
@@ -55,7 +55,8 @@ def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def packed_to_padded_cpu(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
-    """Return each x (T, H, K) as y (S, H, W, K); with `places`, each token at its place only, and 0 elsewhere."""
+    """Return each x (T, H, K) as y (S, H, W, K). With `places`, a token is copied to its place only, and y is 0
+    elsewhere."""
     if places is None:
         return packed_to_padded_ref(packed, sources, width)
     return laid_side_by_side([sum_rows(part, places, len(sources)) for part in packed], width)

@@ -139,7 +139,8 @@ def rms_norm_bwd_kernel(
 def new_results(
     x: Tensor, weight: Tensor, residual: Tensor | None, offset: float, round_once: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised y (N, D), residual + x (N, D) or empty, rstd (N,); a float32 weight may make y float32."""
+    """Return uninitialised y (N, D), residual + x (N, D; empty without residual) and rstd (N,). With a float32 weight,
+    y may be float32."""
     dtype = x.dtype if offset or round_once else torch.promote_types(x.dtype, weight.dtype)
     rstd = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(0 if residual is None else x.shape), rstd
@@ -250,9 +251,9 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return x / rms(x) * (offset + weight) over the last dimension; with `residual` the pair (y, residual + x).
 
-    x and residual (..., D), D at most 65,536, share shape and dtype; weight (D,). With `residual` its sum with x is
-    normalised. y has x's dtype, but as in transformers a float32 weight with offset 0 makes a float32 y. With offset 0,
-    `round_once` rounds the product only, to x's dtype; without it, x / rms(x) is rounded before.
+    x and residual (..., D), D at most 65,536, share shape and dtype; weight (D,). With `residual`, the sum of it and x
+    is normalised. y has x's dtype; but, as in transformers, with offset 0 a float32 weight makes a float32 y. With
+    offset 0, x / rms(x) is rounded before the product, unless `round_once`: then only the product is, to x's dtype.
     """
     check_numbers(eps=eps, offset=offset)
     check_arguments(x, weight, residual)

@@ -29,7 +29,8 @@ def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: boo
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
-    """Return x (..., D) rotated by cos and sin (..., R), which broadcast over heads, or with `backward` the adjoint."""
+    """Return x (..., D) rotated by cos and sin (..., R), which broadcast over heads. With `backward`, apply the
+    adjoint."""
     turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     half = cos.shape[-1] // 2
     if backward:
@@ -170,8 +171,8 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: bool = 
     """Return (q, k) rotated, in one launch.
 
     q and k are (B, H, T, D), as in transformers, or with `heads_first=False` (B, T, H, D) or packed (T, H, D); k may
-    have fewer heads. cos and sin (T, R), (1, T, R) or (B, T, R), R even and at most D and 1,024, in the dtype of q or
-    float32, carry no gradient; columns of q and k from R on stay as they are.
+    have fewer heads. cos and sin are (T, R), (1, T, R) or (B, T, R), in the dtype of q or float32; R is even and at
+    most D and 1,024. They get no gradient. Columns of q and k from R on stay as they are.
     """
     check_arguments(q, k, cos, sin, heads_first)
     if q.numel() == 0 and k.numel() == 0:

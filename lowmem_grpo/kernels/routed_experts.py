@@ -79,7 +79,7 @@ def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStac
 
 
 class RoutedBackward(torch.autograd.Function):
-    """Keeps x, weights and ids, and passes x and weights on. Its backward pass gets dy from `RoutedForward`."""
+    """Saves x, weights and ids, and passes x and weights on. Its backward pass gets dy from `RoutedForward`."""
 
     @staticmethod
     def forward(ctx, x, weights, ids, gate_up, down):
@@ -98,7 +98,7 @@ class RoutedBackward(torch.autograd.Function):
 
 
 class RoutedForward(torch.autograd.Function):
-    """Computes y from the tensors that `RoutedBackward` kept; its backward pass passes dy on unchanged."""
+    """Computes y from the tensors that `RoutedBackward` saved. Its backward pass passes dy on unchanged."""
 
     @staticmethod
     def forward(ctx, x, weights, ids, gate_up, down):
@@ -153,7 +153,7 @@ def routed_backward(
 
 
 def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
-    """Return whether the grouped kernels take these inputs, which must have few places per expert."""
+    """Return whether the grouped kernels take these inputs; each expert must have few places on average."""
     few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
     return few and can_group(x, gate_up) and can_group(x, down)
 

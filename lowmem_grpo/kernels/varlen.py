@@ -1,7 +1,7 @@
-"""Runs of neighbouring tokens, packed without padding, each with an initial state of its own and cut into chunks of
-equal width. The tokens of a chunk are computed together, and the chunks of a run one after the other: step j takes
-chunk j of every run that has one. Within a step the longest runs come first, so that the runs that continue are the
-first ones."""
+"""Runs (sequences of neighbouring tokens), packed without padding. Each has an initial state of its own and is cut into
+chunks of equal width. The tokens of a chunk are computed together, and the chunks of a run one after the other: step j
+computes chunk j of every run that has one. Within a step the longest runs come first, so that the runs that continue
+are the first ones."""
 
 from dataclasses import dataclass
 from functools import cached_property

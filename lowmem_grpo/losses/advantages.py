@@ -19,7 +19,7 @@ STD_EPSILON = 1e-4  # TRL's
 
 
 def combine_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Return weighted sums (P, G) of rewards (P, G, R); a completion that no function scored stays NaN."""
+    """Return weighted sums (P, G) of rewards (P, G, R). A completion that no function scored stays NaN."""
     unscored = rewards.isnan().all(-1)
     return (rewards * weights).nansum(-1).masked_fill(unscored, torch.nan)
 
@@ -30,14 +30,14 @@ def without_metrics_alone(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def centered(rewards: Tensor) -> Tensor:
-    """Return rewards (P, G) minus their group's mean; exactly 0 in a group without spread, whatever the rounding."""
+    """Return rewards (P, G) minus their group's mean. If a group's rewards are all equal, this is exactly 0."""
     highest, lowest = rewards.nan_to_num(nan=-torch.inf).amax(-1), rewards.nan_to_num(nan=torch.inf).amin(-1)
     equal = (highest == lowest)[:, None] & ~rewards.isnan()
     return (rewards - rewards.nanmean(-1, keepdim=True)).masked_fill(equal, 0.0)
 
 
 def nanstd(values: Tensor, dim: int) -> Tensor:
-    """Return the unbiased standard deviation of the values that are not NaN; 0 for a single one, NaN for none."""
+    """Return the unbiased standard deviation of the values that are not NaN. It is 0 for one value, NaN for none."""
     count = values.isnan().logical_not().sum(dim)
     squares = (values - values.nanmean(dim, keepdim=True)).square().nansum(dim)
     return (squares / (count - 1).clamp(min=1)).sqrt().masked_fill(count == 0, torch.nan)
@@ -52,7 +52,7 @@ def batch_std(values: Tensor) -> Tensor:
 
 
 def of_group(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Subtract the group's mean and divide by the std of the group or of the batch, or by nothing."""
+    """Subtract the group's mean. Divide by the std of the group or of the batch, as `scale` says, or not at all."""
     if scale == "none":
         return centered(rewards)
     std = nanstd(rewards, dim=-1)[:, None] if scale == "group" else batch_std(rewards)
@@ -60,7 +60,7 @@ def of_group(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> T
 
 
 def leave_one_out(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Subtract the mean of the group's other rewards, which gives the centered reward times n / (n - 1)."""
+    """Subtract the mean of the group's other rewards. This gives the centered reward times n / (n - 1)."""
     scored = rewards.isnan().logical_not().sum(-1, keepdim=True)
     return centered(rewards) * scored / (scored - 1).clamp(min=1)
 
@@ -213,7 +213,7 @@ class AdvantageSettings:
             )
 
     def check_rloo(self) -> None:
-        """Raise ValueError for RLOO's options if the other settings give them no meaning."""
+        """Raise ValueError for an option of RLOO that has no meaning with the other settings."""
         limits = self.reward_clip_range
         if self.normalize_advantages and self.advantage_estimator != "rloo":
             raise ValueError(f"normalize_advantages=True is an option of advantage_estimator='rloo', and it is "
@@ -225,7 +225,7 @@ class AdvantageSettings:
                              "'normalize_then_sum', which has none; leave one of them out")
 
     def check_scale(self, scales: tuple[str, ...]) -> None:
-        """Raise ValueError for a `scale_rewards` that the estimator does not take."""
+        """Raise ValueError if the estimator does not use this value of `scale_rewards`."""
         if self.multi_objective_aggregation == "normalize_then_sum":
             scales = ()
         if self.scale_rewards is not None and self.scale_rewards not in scales:
@@ -242,7 +242,7 @@ class AdvantageSettings:
 
 
 def weights_of(settings: AdvantageSettings, count: int) -> list[float]:
-    """Return the weights of `count` rewards; ValueError if the settings have another number of them."""
+    """Return the weights of `count` rewards. ValueError if the settings have another number of weights."""
     weights = settings.reward_weights or [1.0] * count
     if len(weights) != count:
         raise ValueError(f"reward_weights has {len(weights)} numbers for {count} rewards: {weights}; give one for each")
@@ -250,7 +250,7 @@ def weights_of(settings: AdvantageSettings, count: int) -> list[float]:
 
 
 def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tensor | None = None) -> Tensor:
-    """Return advantages (P, G) of rewards (P, G, R); completions without a reward are left out and get 0."""
+    """Return advantages (P, G) of rewards (P, G, R). A completion without a reward is left out and gets 0."""
     if not isinstance(rewards, torch.Tensor) or rewards.ndim != 3 or not rewards.is_floating_point():
         raise ValueError(f"expected rewards (P, G, R) of a floating dtype; got {getattr(rewards, 'dtype', rewards)}, "
                          f"{tuple(getattr(rewards, 'shape', ()))}")
@@ -277,8 +277,8 @@ def normalized(advantages: Tensor) -> Tensor:
 
 def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: AdvantageSettings) -> None:
     """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout, and clear
-    `token_advantages`; groups may differ in size. Groups that are `unjudged` or `lost` and rollouts that `failed` get
-    reward None and advantage 0, and do not affect the others."""
+    `token_advantages`. Groups may differ in size. In groups that are `unjudged` or `lost`, all rollouts get reward None
+    and advantage 0, as do rollouts that `failed`; the others are not affected by them."""
     rows = [[[None if group.unjudged or group.lost or rollout.failed else rollout.rewards[name] for name in names]
              for rollout in group.rollouts] for group in groups]
     scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]

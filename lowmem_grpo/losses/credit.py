@@ -5,8 +5,8 @@
     A_t = G_t - the mean of the group's G_t at the same turn      with `turn_discount`; else the episode's advantage
         + state_weight (G_t - the mean of G over the group's turns that acted in the same state)
 
-The last line is GiGPO's (arXiv 2505.10978, equations 6 to 8), with discount 1 where there is no `turn_discount`. Each
-difference is divided as `scale_rewards` says. A turn without another to compare it with gets 0 from that comparison.
+The last line is GiGPO's (arXiv 2505.10978, equations 6 to 8); without `turn_discount`, the discount is 1. Each
+difference is divided as `scale_rewards` says. If a turn has no other turn to be compared with, that difference is 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def assign_credit(
     groups: list[RolloutGroup], settings: AdvantageSettings, discount: float | None, state_weight: float,
     weights: Mapping[str, float], paid: Collection[str],
 ) -> None:
-    """Set `token_advantages` of episodes, and `advantage` to their mean; without a discount and states to compare, set
+    """Set `token_advantages` of episodes, and `advantage` to their mean. Without a discount and states to compare, set
     nothing. Call it after `assign_advantages`. `weights` holds the weights of all rewards by name; `paid` names the
     rewards that are sums of the turns' own rewards."""
     episodes = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts
@@ -53,7 +53,7 @@ def assign_credit(
 
 
 def comparisons(episodes: list[tuple[int, Rollout, list[float]]]) -> tuple[Compared, Compared]:
-    """Return the turns' returns, grouped by turn number and by state; an episode is (group, rollout, returns)."""
+    """Return the turns' values G_t, grouped by turn number and by state. An episode is (group, rollout, its G_t)."""
     turns: Compared = {}
     states: Compared = {}
     for episode, (group, rollout, returns) in enumerate(episodes):
@@ -78,7 +78,7 @@ def returns_of(rollout: Rollout, discount: float, weights: Mapping[str, float], 
 
 
 def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Place, float]:
-    """Return the advantage of each turn over the returns that it is compared with."""
+    """Return the advantage of each turn over the turns that it is compared with."""
     widest = max(map(len, compared.values()), default=0)
     rows = [[*returns.values(), *[math.nan] * (widest - len(returns))] for returns in compared.values()]
     if not rows:

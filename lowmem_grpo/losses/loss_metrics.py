@@ -30,21 +30,21 @@ class Report:
 def report_clipping(
     kind: LossType, tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool, report: Report
 ) -> None:
-    """Report the clipping of a loss type, if it clips. Means are over sequences if all tokens of a sequence share one
-    ratio, else over tokens; extremes are over sequences."""
+    """Report the clipping of a loss type, if it clips. If all tokens of a sequence share one ratio, means are over
+    sequences, otherwise over tokens. Extremes are over sequences."""
     if kind.metrics and tokens.logprobs.numel():
         KINDS[kind.metrics](tokens, options, per_sequence, report)
 
 
 def of_sequences(flags: Tensor, tokens: LossTokens, fill: float | None = None) -> Tensor:
-    """Return the mean of `flags` (N,) in each sequence, (S,). A sequence without tokens gets `fill`; with None it is
-    left out, which synchronises with the card."""
+    """Return the mean of `flags` (N,) in each sequence, (S,). A sequence without tokens gets `fill`. If that is None,
+    it is left out, which synchronises with the card."""
     means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
     return means[tokens.lengths > 0] if fill is None else means.masked_fill(tokens.lengths == 0, fill)
 
 
 def counted(flags: Tensor, tokens: LossTokens, per_sequence: bool) -> Tensor:
-    """Return the numbers that a mean is taken over: `flags` (N,), or their mean in each sequence."""
+    """Return the values that a mean is taken over: `flags` (N,), or with `per_sequence` their mean in each sequence."""
     return of_sequences(flags, tokens) if per_sequence else flags.to(tokens.logprobs.dtype)
 
 
@@ -87,7 +87,8 @@ FIRST_WORDS = ("clip_ratio", "cispo_clip_ratio", "vespo")  # begin the names of 
 
 
 def report_correction(correction: Tensor, tokens: LossTokens, report: Report) -> None:
-    """Report the weights (N,) for the sampler's mismatch: min, mean, max, over sequences if each has one weight."""
+    """Report min, mean and max of the weights (N,) for the sampler's mismatch, over sequences if each has one weight.
+    """
     values = of_sequences(correction, tokens) if tokens.correction_is_per_sequence else correction
     report.mean("sampling/importance_sampling_ratio/mean", values)
     report.extremes("sampling/importance_sampling_ratio/", values, "min", "max")

@@ -103,7 +103,7 @@ class LossSettings:
         return self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
 
     def check_used(self) -> None:
-        """Raise ValueError for an option that the loss type does not use, unless it is at TRL's default."""
+        """Raise ValueError for an option that the loss type does not use. An option at TRL's default is allowed."""
         kind = LOSS_TYPES[self.loss_type]
         used = kind.options
         asks_nothing: dict[str, Any] = {"importance_sampling_level": kind.level, **(OF_TRL if kind.in_trl else {})}
@@ -127,7 +127,8 @@ class LossSettings:
                 raise ValueError(f"delta is {options['delta']}; it must be above 1 + epsilon_high = {upper}")
 
     def check_entropy(self) -> None:
-        """Raise ValueError for entropy options without effect, and for a token mask where tokens share one ratio."""
+        """Raise ValueError for entropy options without effect, and for a token mask if a completion has only one ratio.
+        """
         if self.top_entropy_quantile < 1 and self.whole_sequences:
             raise ValueError(f"top_entropy_quantile is {self.top_entropy_quantile}, and {self.whole_sequences} has one "
                              "ratio for all tokens of a completion, which a mask over tokens would break up; use "
@@ -142,7 +143,7 @@ class LossSettings:
 
     @property
     def whole_sequences(self) -> str:
-        """The setting, in words, that makes tokens of a completion share one ratio; empty if there is none."""
+        """The setting, in words, that makes tokens of a completion share one ratio; "" if there is none."""
         if self.loss_type in ("gspo", "gmpo", "rloo"):
             return f"loss_type {self.loss_type!r}"
         return "importance_sampling_level 'sequence'" if self.level == "sequence" else ""

@@ -44,12 +44,12 @@ def sequence_means(values: Tensor, sequence_ids: Tensor, lengths: Tensor) -> Ten
 
 
 def log_limit(like: Tensor) -> float:
-    """Return the log of a ratio that is surely finite in the dtype of `like`, and far above any bound."""
+    """Return the log of a large ratio: far above any bound, but surely finite in the dtype of `like`."""
     return math.log(torch.finfo(like.dtype).max) - 1
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio), for values without gradient; above 0 however small the log is, since 0 means left out."""
+    """Return exp(log_ratio), for values without gradient. It is above 0 for any finite log, since 0 means left out."""
     return log_ratio.clamp(min=-log_limit(log_ratio)).exp()
 
 
@@ -65,7 +65,7 @@ def k3_of(log_ratio: Tensor) -> Tensor:
 
 
 def held(log_ratio: Tensor, bounded: Tensor | bool) -> Tensor:
-    """Return the log ratios; those that overflow and are bounded by a later step (`bounded`) become a constant."""
+    """Return the log ratios. Those that overflow become a constant, if a later step bounds them (`bounded`)."""
     limit = log_limit(log_ratio)
     return torch.where((log_ratio > limit) & bounded, limit, log_ratio)
 
@@ -85,7 +85,7 @@ class LossTokens:
     kept: Tensor | None = None  # (N,) bool, tokens whose policy term counts; None: all
 
     def only(self, kept: Tensor) -> LossTokens:
-        """Return the tokens with ratio 1 where `kept` (N,) is False, so that nothing there can overflow."""
+        """Return the tokens with ratio 1 where `kept` (N,) is False, so that these cannot overflow."""
         logprobs, log_weight = (torch.where(kept, values, 0.0) for values in (self.logprobs, self.log_weight))
         return replace(self, logprobs=logprobs, log_weight=log_weight, kept=kept)
 
@@ -115,7 +115,7 @@ def clipped(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def clip_bounds(options: Mapping[str, Any]) -> tuple[float, float]:
-    """Return (1 - epsilon, 1 + epsilon_high); epsilon_high is epsilon if it is None."""
+    """Return (1 - epsilon, 1 + epsilon_high). If `epsilon_high` is None, it is epsilon."""
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     return 1 - options["epsilon"], 1 + upper
 
@@ -140,8 +140,8 @@ LOWEST, HIGHEST = math.log(1e-8), 20.0  # VESPO's own bounds on log w
 
 
 def vespo_phi(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """Return phi(w) = w^k exp(lambda (1 - w)) (N,), with w of each token's whole sequence, without gradient. It is
-    computed in float64, since phi magnifies the rounding errors of float32 in sums over thousands of tokens."""
+    """Return phi(w) = w^k exp(lambda (1 - w)) (N,) without gradient; w is the ratio of each token's whole sequence. It
+    is computed in float64, since phi magnifies the rounding errors of float32 in sums over thousands of tokens."""
     count = len(tokens.lengths)
     log_w = sequence_sums(tokens.log_ratio.detach().double().clamp(-HIGHEST, HIGHEST), tokens.sequence_ids, count)
     if tokens.correction is not None:

@@ -21,13 +21,13 @@ class Reducer:
         self.samples: dict[str, list[Tensor]] = {}
 
     def add(self, metrics: dict[str, Tensor], weight: float, counts: dict[str, float] | None = None) -> None:
-        """Add a micro-batch's metrics: means over `weight` items, or over `counts[name]` where that is given."""
+        """Add a micro-batch's metrics. They are means over `weight` items, or `counts[name]` items if that is given."""
         for name, value in metrics.items():
             share = 1.0 if name.endswith(("min", "max")) else (counts or {}).get(name, weight)
             self.add_value(name, value * share if share else torch.zeros_like(value), share)  # a mean of nothing is NaN
 
     def add_value(self, name: str, value: Tensor, weight: float) -> None:
-        """Add one value that stands for `weight` items; of a min or max, keep the extreme."""
+        """Add one value that stands for `weight` items. If the name ends in min or max, keep the extreme."""
         seen = self.sums.get(name)
         if name.endswith(("min", "max")):
             extreme = torch.minimum if name.endswith("min") else torch.maximum
@@ -58,7 +58,7 @@ class Reducer:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The counts that the means of one optimizer step divide by, over all its groups."""
+    """The counts over all groups of one optimizer step, by which its means divide."""
 
     sequences: int
     tokens: float  # tokens that count in the loss
@@ -99,11 +99,12 @@ class Objective:
         return rollouts
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Return the rollouts that can move the policy; others need no forward pass."""
+        """Return the rollouts that can change the policy. The others need no forward pass."""
         return rollouts
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        """Return this micro-batch's share of the step's loss; logprobs and entropy (N,) are of its trained tokens."""
+        """Return this micro-batch's share of the step's loss; logprobs and entropy (N,) are those of its trained
+        tokens."""
         raise NotImplementedError
 
     @property

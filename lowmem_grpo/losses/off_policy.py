@@ -27,7 +27,7 @@ Bounds = tuple[float | None, float | None]
 
 @dataclass(frozen=True)
 class Correction:
-    """A way to weight off-policy tokens: functions for the code, and texts for the documentation."""
+    """A way to weight off-policy tokens. Its functions are for the code, its texts for the documentation."""
 
     measured: Callable[[Tensor, Tensor, Tensor], Tensor]  # (d_t (N,), sequence ids, lengths) -> the bounded values
     bounded: Callable[[Tensor, Bounds], Tensor]
@@ -53,7 +53,7 @@ def kept(values: Tensor, bounds: Bounds) -> Tensor:
 
 
 def inside(values: Tensor, bounds: Bounds) -> Tensor:
-    """Return a bool, of the shape of `values`: True within the bounds, which are inclusive; None is no bound."""
+    """Return a bool of the shape of `values`, True within the bounds. Bounds are inclusive; None is no bound."""
     low, high = bounds
     within = torch.ones_like(values, dtype=torch.bool)
     within = within if low is None else within & (values >= low)
@@ -126,7 +126,7 @@ def off_policy_sequence_mask(
 
 @dataclass
 class MismatchWatch:
-    """Decides when a correction is due: for stale samples, and while the last mean k3 is above `bound`."""
+    """A rule for when a correction is due: for stale samples, and while the last mean k3 is above `bound`."""
 
     bound: float = 1e-3
     last_k3: float | None = None

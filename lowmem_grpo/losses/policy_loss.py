@@ -34,7 +34,7 @@ def grpo_loss(
     correct_mismatch: bool | None = None, entropy_coef: float | None = None, num_sequences: int | None = None,
     settings: LossSettings | None = None, **options: Any,
 ) -> LossOutput:
-    """Return what these tokens add to the step's loss: the sum over all micro-batches is the loss.
+    """Return what these tokens add to the step's loss, which is the sum over all micro-batches.
 
     All tensors are (N,): `logprobs` with gradient, `advantages`, `sequence_ids` int64, `old_logprobs` at the start of
     the update (None: on-policy, the ratio is exactly 1), `ref_logprobs` of the reference (for beta), `rollout_logprobs`
@@ -126,8 +126,8 @@ def loss_tokens(
 
 
 def at_level(log_ratio: Tensor, sequence_ids: Tensor, lengths: Tensor, level: str) -> Tensor:
-    """Return log w (N,): the token's own log ratio, its sequence's sum (RLOO), or its sequence's mean (GSPO); the token
-    form has the value of the mean and the gradient of the token."""
+    """Return log w (N,) at this `level`: the token's own log ratio, its sequence's sum (RLOO), or its sequence's mean
+    (GSPO). "sequence_token" has the value of the mean and the gradient of the token."""
     if level == "token":
         return log_ratio
     if level == "sequence_sum":
@@ -157,8 +157,8 @@ def factors(
 
 
 def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, term_factors: list[Tensor]) -> Tensor:
-    """Return the policy term times its factors, (N,). If there are factors, a token whose advantage or any factor is 0
-    gets 0 and no gradient, even if its other values are infinite."""
+    """Return the policy term times its factors, (N,). If there are factors, a token gets 0 and no gradient where its
+    advantage or any factor is 0, even if its other values are infinite."""
     if not term_factors:
         return token_loss(tokens)
     kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in term_factors)]).all(0)

@@ -41,7 +41,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 
 def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor, of_token: bool = True) -> Tensor:
-    """Return the estimate times w = exp(log_weight), (N,), finite if the product is; `of_token` if d log w = d logp."""
+    """Return the estimate times w = exp(log_weight), (N,). It is finite if the product is. `of_token` says that w has
+    the gradient of its own token only (d log w = d logp)."""
     difference = ref_logprobs - logprobs
     far = (difference > 1) & (name == "k3")
     estimate = KL_ESTIMATORS[name](logprobs, torch.where(far, logprobs.detach(), ref_logprobs))
@@ -59,8 +60,8 @@ def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Te
 
 def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
     """Set `token_advantages` (REINFORCE++): R - beta * the KL from this token on, k1 per token, normalised over all
-    tokens. Needs `ref_logprobs`; the policy's log-probabilities are `old_logprobs`, or the sampler's if there are none.
-    A NaN or infinite KL at a token gives NaN to this and the earlier tokens of its rollout, and to no others."""
+    tokens. It needs `ref_logprobs`. The policy's log-probabilities are `old_logprobs`, or the sampler's if there are
+    none. If the KL at a token is NaN or infinite, this and the earlier tokens of its rollout get NaN, and no others."""
     scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.num_trained]
     returns = [reward_to_go(rollout, beta) for rollout in scored]
     if not returns:
@@ -73,8 +74,8 @@ def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
 
 
 def take_kl_from_rewards(groups: list[RolloutGroup], beta: float, settings: AdvantageSettings) -> None:
-    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as in TRL. A completion
-    without `ref_logprobs` is masked, and its KL counts as 0."""
+    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as in TRL. If a completion
+    has no `ref_logprobs`, it is masked, and its KL counts as 0."""
     rows = [[without_kl(rollout, beta) for rollout in group.rollouts] for group in groups]
     widest = max(map(len, rows), default=0)
     table = torch.tensor([[*row, *[torch.nan] * (widest - len(row))] for row in rows], dtype=torch.float64)
@@ -105,7 +106,8 @@ def reward_to_go(rollout: Rollout, beta: float) -> Tensor:
 
 def top_entropy_mask(entropy: Tensor, share: float) -> Tensor:
     """Return (N,) bool: the `share` of tokens with the highest entropy (N,) over the whole step (arXiv 2506.01939). A
-    token takes part if its entropy is at least the (1 - share) quantile, so equal entropies stay together."""
+    token takes part if its entropy is at least the (1 - share) quantile, so tokens of equal entropy are treated alike.
+    """
     if entropy.numel() == 0 or share >= 1:
         return torch.ones_like(entropy, dtype=torch.bool)
     values = entropy.float()
@@ -132,7 +134,7 @@ class EntropyControl:
 
     @property
     def applied(self) -> float:
-        """The coefficient for the next step: 0 if adaptive control leaves the bonus out."""
+        """The coefficient for the next step. It is 0 if adaptive control omits the bonus."""
         low = self.last_entropy is not None and self.last_entropy <= self.target
         return self.coef if low or not self.adaptive else 0.0
 
@@ -151,6 +153,6 @@ class EntropyControl:
         return {"coef": self.coef, "last_entropy": self.last_entropy}
 
     def restore(self, state: dict[str, float | None] | None) -> None:
-        """Restore what `state` returned; checkpoints from before there was a bonus have none."""
+        """Restore the result of `state`. Checkpoints from before there was a bonus have none."""
         if state is not None and state["coef"] is not None:
             self.coef, self.last_entropy = state["coef"], state["last_entropy"]

@@ -49,7 +49,7 @@ LOSSES = {
 
 
 def loss_named(name: str) -> TokenLoss:
-    """Return the loss of this name; ValueError, with what to take instead, for an unknown one."""
+    """Return the loss of this name. The ValueError for an unknown one says what to take instead."""
     if name not in LOSSES:
         why = ELSEWHERE.get(name, "it is not known here")
         raise ValueError(f"loss_fn {name!r} is not offered: {why}. There are {', '.join(LOSSES)}")
@@ -77,9 +77,9 @@ def token_losses(
     name: str, logprobs: Tensor, values: Mapping[str, Tensor], settings: Mapping[str, float], sequence_ids: Tensor,
     sequences: int,
 ) -> Tensor:
-    """Return the loss (N,) of each token, whose sum is to be minimised. logprobs (N,) are the policy's; `values` (N,)
-    are those that the loss `needs`; `sequence_ids` (N,) int64 number the `sequences` sequences. `settings` are
-    complete, as `checked_settings` returns them."""
+    """Return the loss (N,) of each token; the sum is to be minimised. `logprobs` (N,) are the policy's; `values` (N,)
+    are those that the loss `needs`; `sequence_ids` (N,) int64 number the sequences, from 0 to `sequences` - 1.
+    `settings` are complete, as `checked_settings` returns them."""
     if name == "cross_entropy":
         return -values["weights"] * logprobs
     advantages, change = values["advantages"], logprobs - values["logprobs"]

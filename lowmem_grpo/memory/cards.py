@@ -60,8 +60,8 @@ class Device:
 
 
 def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
-    """Return a card by name ("t4", or the driver's name), with 95% of its memory as budget, or by size ("16GiB"), with
-    100%. `gpu_memory_utilization` replaces this share. The ValueError for an unknown card lists similar names."""
+    """Return a card by name ("t4", or the driver's name) with 95% of its memory as budget, or by size ("16GiB") with
+    100%. `gpu_memory_utilization` replaces either share. The ValueError for an unknown card lists similar names."""
     share = gpu_memory_utilization
     if not isinstance(name, str):
         raise ValueError(f"the card is {name!r}; give its name, such as 'h100', or its memory with a unit: '16GiB'")
@@ -83,28 +83,28 @@ def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
 
 
 def prefill_tokens(total: int, sequences: int = 1) -> int:
-    """Return the prompt tokens that vLLM prefills in one pass on a card of `total` bytes; at least one per sequence, as
-    vLLM requires. vLLM profiles its own default (8,192 or 16,384) beside the trainer's model, and small cards have no
-    room for both."""
+    """Return how many prompt tokens vLLM prefills in one pass on a card of `total` bytes; vLLM requires one per
+    sequence. It profiles its own default (8,192 or 16,384) beside the trainer's model, and small cards have no room for
+    both."""
     return max(next((tokens for limit, tokens in PREFILL if total < limit), LARGE_PREFILL), sequences)
 
 
 def prefill_piece(prompts: int, longest: int) -> int:
-    """Return the tokens of each prompt that the transformers engine prefills per pass, so that masks stay small."""
+    """Return how many tokens of each prompt the transformers engine prefills per pass. Few keep masks small."""
     return max(LEAST_PIECE, min(LARGE_PREFILL, MASK_PLACES // longest) // prompts)
 
 
 def graph_rows(rows: int) -> int:
-    """Round `rows` up to the rows of a CUDA graph of our engine: 1, 2, 4, 8, then multiples of 8, and above 64
-    multiples of an eighth of the next power of 2."""
+    """Round `rows` up to a number for which our engine records CUDA graphs: 1, 2, 4, 8, a multiple of 8 up to 64, and
+    then a multiple of an eighth of the next power of 2."""
     power = 1 << (rows - 1).bit_length()
     step = power if rows <= 8 else max(8, power // 8)
     return -(-rows // step) * step
 
 
 def graph_width(width: int, least: int = GRAPH_PLACES) -> int:
-    """Round a cache length up to the length of a CUDA graph: a multiple of `least`, or of a sixteenth of the next power
-    of 2 if that is more."""
+    """Round a cache length up to one for which CUDA graphs are recorded: a multiple of `least`, or of a sixteenth of
+    the next power of 2 if that is more."""
     step = max(least, (1 << (width - 1).bit_length()) // 16)
     return -(-width // step) * step
 

@@ -48,7 +48,7 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """The lengths of a completion's packed sequences, and its position in the step."""
+    """The lengths of one completion's packed sequences, and its position in the step."""
 
     group: int  # the index of its group
     rollout: int  # its index in the group
@@ -121,8 +121,8 @@ def families(batch: list[Span]) -> list[list[int]]:
 
 
 def prompts_once(prompts: Prompts) -> bool:
-    """Return whether to compute prompts once, that is, whether the saved (query, key) pairs outweigh the extra calls;
-    a prompt with a single completion takes one call for both."""
+    """Return whether to compute prompts once: whether that saves enough (query, key) pairs to outweigh the extra calls.
+    A prompt with a single completion takes one call for both."""
     side_by_side = count_sequences(prompts) * widest(prompts) ** 2 // 2
     pairs = sum(own**2 // 2 + sum(length * (own + length // 2) for length in others) for own, *others in prompts)
     calls = sum(len(others) + (own > 0 and len(others) > 1) for own, *others in prompts)
@@ -130,8 +130,8 @@ def prompts_once(prompts: Prompts) -> bool:
 
 
 def token_rows(prompts: Prompts) -> int:
-    """Return the number of token rows that attention holds in addition to the packed rows. A copy of a row without its
-    query counts as KEY_SHARE of a row."""
+    """Return the number of token rows that attention stores besides the packed rows. A copied row without its query
+    counts as KEY_SHARE of a row."""
     if count_sequences(prompts) == 1:
         return 0
     if not prompts_once(prompts):
@@ -155,7 +155,7 @@ def window_block(width: int) -> int:
 
 
 def window_reach(window: int, width: int) -> int:
-    """Return how many keys before a block the block reads: the window, rounded up. The mask hides the surplus."""
+    """Return how many keys before a block of queries it reads: the window, rounded up. The mask hides the surplus."""
     return -(-min(window - 1, width) // ALIGNED) * ALIGNED
 
 

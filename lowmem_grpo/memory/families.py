@@ -158,7 +158,7 @@ def model_type_of(config: Any) -> str:
 
 
 def fields_of(config: Any) -> Mapping[str, Any]:
-    """Return the fields of a transformers config; a mapping, as of a config.json, is returned as it is."""
+    """Return the fields of a transformers config. A mapping, such as a config.json's, is returned unchanged."""
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         raise ValueError(f"the config is {config!r}; give a config of transformers, or the fields of a config.json, as "
                          "planning.named_config(name) reads them")
@@ -178,8 +178,8 @@ def family_of(config: Any) -> Family | None:
 
 
 def check_family(config: Any, name: str) -> str | None:
-    """Return a warning if the model's family is not in `FAMILIES`, else None. ValueError for a refused family, and for
-    a multimodal model without a causal language model."""
+    """Return a warning if the model's family is not in `FAMILIES`, and None if it is. ValueError for a refused family,
+    and for a multimodal model without a causal language model."""
     check_images(config, name)
     row, kind = family_of(config), model_type_of(config)
     if row is not None and row.refused:

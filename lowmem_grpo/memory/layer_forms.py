@@ -1,5 +1,5 @@
-"""The weights of a decoder layer: their bytes in each form, and what decode kernels compute for each. Also models whose
-layers differ: in head size, window and inner size, with keys shared by several layers, delta nets or experts."""
+"""The weights of a decoder layer: their bytes in each form, and what decode kernels compute for each. Also the layers
+of models in which they differ: in head size, window or inner size, by shared keys, delta nets or experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -149,7 +149,7 @@ def forms_of(fields: Mapping[str, Any]) -> tuple[LayerForm, ...]:
 
 
 def own_fields(fields: Mapping[str, Any], number: int, full: bool) -> Mapping[str, Any]:
-    """Return the fields that a config overrides for one layer: by its number, or for layers with full attention."""
+    """Return the fields that a config overrides for one layer, by its number or because it has full attention."""
     each = fields.get("per_layer_config")
     if each is not None:
         return each.get(str(number), each.get(number)) or {}
@@ -160,7 +160,7 @@ def own_fields(fields: Mapping[str, Any], number: int, full: bool) -> Mapping[st
 
 
 def turned_share(fields: Mapping[str, Any], row: Family) -> float:
-    """Return the share of a head that RoPE rotates; 1.0 if layers differ, as their RoPE table spans the head."""
+    """Return the share of a head that RoPE rotates. If layers differ, it is 1.0: their RoPE table spans the head."""
     if row.unlike_layers:
         return 1.0
     rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}

@@ -28,8 +28,8 @@ NAMESAKES = {"phi-4": "phi-4-14b", "meta-llama-3.1-8b": "llama-3.1-8b", "meta-ll
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model: D hidden size, I inner size of the MLP, L layers, H query heads and H_kv key heads of size
-    K, V vocabulary. If layers differ, `forms` lists all layers, and I, H_kv and K are those of the largest layer."""
+    """The sizes of a model: hidden size D, inner size I of the MLP, L layers, H query heads and H_kv key heads of size
+    K, vocabulary V. If layers differ, `forms` lists all layers, and I, H_kv and K are those of the largest layer."""
 
     hidden: int
     inner: int
@@ -217,7 +217,7 @@ class ModelShape:
         return 2 * self.vocabulary * self.hidden
 
     def host_bytes(self) -> int:
-        """Return the bytes of the embeddings that can be offloaded to the host: all but one tied to the head."""
+        """Return the bytes of the embeddings that can be offloaded to the host; one tied to the head cannot."""
         per_layer = 2 * self.per_layer_vocabulary * self.layers * self.per_layer
         return per_layer + (0 if self.tied else self.table_bytes)
 
@@ -237,9 +237,9 @@ class ModelShape:
         return 0 if self.delta is None else self.delta.layers * self.delta.state_bytes
 
     def paged_bytes(self, tokens: int, block: int = PAGED_BLOCK, itemsize: int = 2) -> int:
-        """Return the bytes of one sequence in vLLM's KV cache, with `itemsize` bytes per number. For a hybrid model all
-        pages have one size: each holds the keys and values of a block of tokens in all attention layers, or the states
-        of as many layers without attention."""
+        """Return the bytes of one sequence in vLLM's KV cache, with `itemsize` bytes per number. All pages of a hybrid
+        model have one size. With A attention layers, a page holds their keys and values of a block of tokens, or the
+        states of A layers without attention."""
         if self.delta is None:
             return self.kv_bytes(tokens, itemsize)
         block, attention = self.paged_block(block, itemsize), self.layers - self.delta.layers
@@ -247,8 +247,8 @@ class ModelShape:
         return pages * attention * block * 2 * itemsize * self.keys
 
     def paged_block(self, block: int, itemsize: int = 2) -> int:
-        """Return the tokens in a block of vLLM's KV cache: `block`, or in a hybrid model the least multiple of it whose
-        keys and values are as large as a layer's states."""
+        """Return the tokens in a block of vLLM's KV cache, which is `block`. In a hybrid model, it is the least
+        multiple of that whose keys and values are as large as a layer's states."""
         if self.delta is None:
             return block
         return block * -(-self.delta.state_bytes // (block * 2 * itemsize * self.keys))
@@ -278,7 +278,7 @@ def named_config(name: str | Path) -> dict[str, Any]:
 
 
 def shape_name(name: str) -> str | None:
-    """Return the name of the shipped config that a model's name stands for; None if there is none."""
+    """Return the name of the shipped config for a model of this name; None if there is none."""
     plain = NAMESAKES.get(plain_name(name), plain_name(name))
     return plain if plain in named_shapes() else None
 

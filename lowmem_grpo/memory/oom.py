@@ -1,6 +1,6 @@
-"""Recover when memory runs out: recognise the error, free the attempt's tensors, lower the batch, and show the user the
-plan's table, the row that was probably wrong, and settings that would help. `catch_oom` makes an attempt and returns an
-`OutOfMemory` instead of raising the error; each one lowers a `BatchLimit` for the rest of the run."""
+"""Recover when memory runs out: recognise the error, free the attempt's tensors, make the batch smaller, and show the
+user the plan's table, its row that was probably wrong, and settings that would help. `catch_oom` makes an attempt and
+returns an `OutOfMemory` instead of raising the error. Each one lowers a `BatchLimit` for the rest of the run."""
 
 import ctypes
 import gc
@@ -54,7 +54,7 @@ class OutOfMemory:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a failed allocation on the card or the host. Other errors may mention memory too."""
+    """Return whether an error is a failed allocation on the card or the host, not any error that mentions memory."""
     if isinstance(error, MemoryExhaustedError):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -64,7 +64,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def catch_oom(work: Callable[[], T], device: torch.device, undo: Callable[[], None] | None = None) -> T | OutOfMemory:
-    """Return the result of `work`; if memory runs out, call `undo`, free memory and return the shortage."""
+    """Return the result of `work`. If memory runs out, call `undo`, free memory and return an `OutOfMemory`."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -78,7 +78,7 @@ def catch_oom(work: Callable[[], T], device: torch.device, undo: Callable[[], No
 
 
 def shortage_of(error: BaseException, device: torch.device) -> OutOfMemory:
-    """Return an out-of-memory error as `OutOfMemory`; its `asked` is None if the message does not give the bytes."""
+    """Return an out-of-memory error as `OutOfMemory`. If the message does not give the bytes, `asked` is None."""
     words = str(error)
     asked = ASKED.search(words)
     wanted = None if asked is None else int(float(asked[1]) * UNITS[asked[2]])
@@ -100,7 +100,7 @@ def free(device: torch.device) -> None:
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Return freed pages to the system during and after this context (glibc keeps them after quantizing on the CPU)."""
+    """Return freed pages to the system during and after this context; glibc keeps them after quantizing on the CPU."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     done = threading.Event()
 
@@ -120,7 +120,7 @@ def freed_memory_returned() -> Iterator[None]:
 
 
 def smaller(limit: int, divisible: Iterable[int]) -> int | None:
-    """Return `limit`, halved at least once, to below the largest of the `divisible` sizes; None if none is above 0."""
+    """Return `limit`, halved at least once, until below the largest `divisible` size; None if none is above 0."""
     largest = max(divisible, default=0)
     limit //= 2
     while limit >= largest > 0:
@@ -149,8 +149,8 @@ class MemoryAdvice:
         return f"Planned:\n{table}\n{helpful}" if table else helpful
 
     def wrong_row(self, phase: str, what: str, peak: int) -> str:
-        """Return a message with planned and measured bytes and the plan row to blame: one that the words of `what`
-        name, or else the largest that grows with the batch. Empty without a plan."""
+        """Return a message with the planned and the measured bytes and the plan's row to blame, or "" without a plan.
+        It is the row that a word of `what` names, or else the largest that grows with the batch."""
         if self.plan is None or not self.plan.rows:
             return ""
         rows = self.plan.rows
@@ -164,7 +164,7 @@ class MemoryAdvice:
 
 @dataclass
 class BatchLimit:
-    """The bound on the batch of a phase, and how often memory ran out in it."""
+    """The largest batch allowed in a phase, and how often memory ran out in it."""
 
     phase: str  # "train" or "rollout"
     unit: str  # the unit of the bound, in words
@@ -176,13 +176,14 @@ class BatchLimit:
     spread: float | None = None  # the plan's limit of padded tokens in attention, as a multiple of the bound
 
     def under(self, asked: int | None) -> int | None:
-        """Return the lower of the bound `asked` for (or the planned one) and the lowered one; None is no bound."""
+        """Return the batch allowed now: the smaller of `asked` (or the planned bound, if that is None) and the lowered
+        bound. None means no bound."""
         present = [value for value in (self.planned if asked is None else asked, self.lowered) if value is not None]
         return min(present, default=None)
 
     def lower(self, what: str, shortage: OutOfMemory, limit: int | None) -> None:
-        """Count a shortage and set the new limit, or free spare memory instead if there is any. MemoryExhaustedError if
-        the limit is None."""
+        """Count a shortage. Free the spare memory that another phase keeps, if any; otherwise set the new limit.
+        MemoryExhaustedError if that is None."""
         if self.spare is not None:
             self.spare()
             self.spare = None
@@ -211,18 +212,18 @@ class BatchLimit:
         return {"lowered": self.lowered, "failures": self.failures}
 
     def restore(self, saved: dict[str, int | None]) -> None:
-        """Restore the result of `state`; a lower bound that is already set stays."""
+        """Restore the result of `state`. If the bound now is lower than the saved one, it stays."""
         self.lowered, self.failures = self.under(saved["lowered"]), int(saved["failures"] or 0)
 
 
 @dataclass
 class RolloutLimit(BatchLimit):
-    """The bound of sampling, with the size of a KV cache for which memory had room."""
+    """The bound on sequences sampled together, and the bytes of a KV cache that fitted into memory."""
 
     kv_bytes: int | None = None  # None while every requested cache could be allocated
 
     def cache_under(self, asked: int | None) -> int | None:
-        """Return the smaller of the cache bytes `asked` for and `kv_bytes`; None if both are None."""
+        """Return the smaller of `asked` and `kv_bytes`, the bytes of a KV cache; None if both are None."""
         return min((size for size in (asked, self.kv_bytes) if size is not None), default=None)
 
     def state(self) -> dict[str, int | None]:
@@ -234,7 +235,7 @@ class RolloutLimit(BatchLimit):
 
 
 class RunMemory:
-    """A run's two bounds, for training and sampling, which its checkpoints save."""
+    """A run's bounds on the batch, one for training and one for sampling. Checkpoints save them."""
 
     def __init__(self, advice: MemoryAdvice | None = None) -> None:
         self.advice = advice or MemoryAdvice()
@@ -242,8 +243,8 @@ class RunMemory:
         self.rollout = RolloutLimit("rollout", "sequences sampled at once", advice=self.advice)
 
     def watch(self, engine: Any) -> None:
-        """Make `self.rollout` the bound of an engine that has a bound. If the engine found room for a smaller cache
-        when it started, that size is kept."""
+        """Make `self.rollout` the bound of an engine, if it has one. If memory ran out when the engine started, the
+        smaller size of its KV cache is kept."""
         if hasattr(engine, "bound"):
             self.rollout.kv_bytes = engine.bound.cache_under(self.rollout.kv_bytes)
             engine.bound = self.rollout

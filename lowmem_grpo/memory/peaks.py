@@ -19,7 +19,7 @@ from lowmem_grpo.memory.plan import MemoryPlan
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
-    """Return peak bytes so far: allocated and reserved on a card, the process's resident set on the CPU."""
+    """Return peak bytes so far: allocated and reserved bytes on a card, the process's resident set on the CPU."""
     if device.type == "cuda":
         return {"memory/peak_bytes": torch.cuda.max_memory_allocated(device),
                 "memory/reserved_bytes": torch.cuda.max_memory_reserved(device)}
@@ -43,7 +43,7 @@ def keep_to(share: float) -> None:
 
 
 class PhasePeaks:
-    """The peaks of torch's allocations in each phase of a step, on a card; on the CPU nothing is counted."""
+    """The peaks of torch's allocations in each phase of a step on a card. On the CPU nothing is measured."""
 
     def __init__(self, device: torch.device, plan: MemoryPlan | None = None) -> None:
         self.device, self.plan = device, plan
@@ -76,7 +76,7 @@ class PhasePeaks:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that tracks the bytes of live storages, `held` included: in `now`, and their maximum in `peak`."""
+    """A mode that counts the bytes of live storages, with those of `held`: `now`, and their maximum, `peak`."""
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ class RunSettings:
                              "load_in_4bit=True")
 
     def opened(self) -> "RunSettings":
-        """Return the settings with checkpointing "auto" resolved; with an MLP tile set, no layer keeps everything."""
+        """Return the settings with checkpointing "auto" resolved. If an MLP tile is set, no layer keeps everything."""
         return self if self.checkpointing != "auto" else replace(
             self, checkpointing="offload", kept_layers=None if self.mlp_tile is None else 0)
 
@@ -122,8 +122,8 @@ class Workload:
         cls, context: int, prompts: int | None, generations: int, prompt_length: int | None = None,
         completion_length: int | None = None, longest: int | None = None,
     ) -> "Workload":
-        """Return the work that fits a context; lengths left out are shares of the context, as in GSM8K. ValueError if
-        prompt and completion do not fit."""
+        """Return the work that fits a context of `context` tokens. Lengths left out are shares of the context, as in
+        GSM8K. ValueError if prompt and completion do not fit."""
         share = int(context * PROMPT_SHARE)
         prompt = max(1, min(share, context - (longest or 1))) if prompt_length is None else prompt_length
         limit = max(1, min(context - share, context - prompt)) if longest is None else longest
@@ -227,15 +227,15 @@ class MemoryPlan:
         return len(cut(groups, self.limits))
 
     def short_of(self, share: float = 1.0) -> list[str]:
-        """Return which of "train", "rollout" and "host" lack memory. For "train", `share` of the budget counts;
-        "rollout" also lacks memory if the KV cache has no room for a whole group."""
+        """Return which of "train", "rollout" and "host" lack memory. Training may take `share` of the budget. "rollout"
+        lacks memory also if the KV cache has no room for a whole group."""
         crowded = self.concurrent_sequences < self.settings.num_generations or self.rollout > self.device.budget
         short = {"train": self.train > share * self.device.budget, "rollout": crowded,
                  "host": self.settings.host_bytes is not None and self.host > self.settings.host_bytes}
         return [name for name, wants in short.items() if wants]
 
     def needed(self, phase: str) -> int:
-        """Return the bytes of "train", "rollout" or "host" without the KV cache, which takes the rest of the memory."""
+        """Return the bytes that "train", "rollout" or "host" needs, without the KV cache, which takes the rest."""
         return {"train": self.train, "rollout": self.rollout - self.kv_bytes, "host": self.host}[phase]
 
     def to_dict(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def checked_shape(model_config: Any, run_config: RunSettings, device: Device) ->
 
 
 def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
-    """Return a plan that fits, if possible: the fastest settings, with slower ones where a peak is too high."""
+    """Return a plan that fits, if possible. Settings are the fastest, or slower where a peak is too high."""
     draft = lowered(shape, asked, device)
     if asked.spread is None:
         alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # one sequence per micro-batch
@@ -88,8 +88,7 @@ def worth(draft: MemoryPlan) -> tuple[Any, ...]:
 
 
 def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
-    """Return a plan with the fastest settings, then with slower ones, one by one, as long as they lower a peak that is
-    too high."""
+    """Return a plan with the fastest settings, each changed to a slower one if that lowers a peak that is too high."""
     fastest: dict[str, Any] = {"max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked),
                                "mlp_tile": TILES[0], "chunk_rows": CHUNKS[0], "host_embedding": False,
                                "optim": "adamw_torch_fused", "head_groups": 1}
@@ -121,7 +120,7 @@ def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
-    """Return the plan with a micro-batch in one MLP tile if there is room: with tiles, an H100 waits for the host."""
+    """Return the plan with all of a micro-batch in one MLP tile, if there is room. Else an H100 waits for the host."""
     settings = draft.settings
     if asked.mlp_tile is not None or settings.mlp_tile != TILES[0] or (settings.max_tokens or 0) <= TILES[0]:
         return draft
@@ -130,8 +129,8 @@ def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> Me
 
 
 def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
-    """Return the plan in which our own engine keeps its KV cache while training, and with it CUDA graphs and weights in
-    16 bits, if there is room."""
+    """If there is room, return the plan in which our own engine keeps its KV cache while training, and with it CUDA
+    graphs and weights in 16 bits."""
     if draft.settings.engine == "vllm" or not recorded(shape):
         return draft
     kept = changed(shape, draft, "sleeps", False, LASTING)
@@ -165,8 +164,8 @@ def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryP
 
 
 def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, known: bool) -> Iterator[MemoryPlan]:
-    """Yield plans with as many layers kept as there is room for: with narrower and, on a known card, with smaller
-    micro-batches, until a plan keeps all layers."""
+    """Yield plans in which as many layers are kept as have room. They lay less side by side and, on a known card, have
+    smaller micro-batches, until a plan keeps all layers."""
     settings, wide = draft.settings, draft.settings.spread or 0.0
     most = settings.max_tokens or settings.context  # the user's may be below the context
     smaller = [most >> halved for halved in (1, 2, 3)] if known and asked.max_tokens is None else []
@@ -179,7 +178,7 @@ def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, k
 
 
 def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> MemoryPlan:
-    """Return the plan in which as many layers as have room keep all activations, or none if no plan fits."""
+    """Return the plan in which as many layers as have room keep all activations. If no plan fits, no layer does."""
     def keep(count: int) -> MemoryPlan:
         return build(shape, replace(settings, kept_layers=count), device)
 
@@ -198,17 +197,17 @@ def together(asked: RunSettings, device: Device) -> int:
 
 
 def enough(asked: RunSettings, device: Device) -> int:
-    """Return how many of the longest sequences a micro-batch should hold even at the price of slower settings."""
+    """Return how many of the longest sequences a micro-batch should hold, even if that makes other settings slower."""
     return min(together(asked, device), asked.num_generations, max(1, MAX_PACKED // asked.context))
 
 
 def paid_spread(asked: RunSettings) -> float:
-    """Return the spread that is worth extra memory: the largest, or the least if the context exceeds MAX_PACKED."""
+    """Return the spread that is worth its memory: the largest, or the smallest if the context exceeds MAX_PACKED."""
     return SPREADS[0] if asked.context <= MAX_PACKED else SPREADS[-1]
 
 
 def sizes(asked: RunSettings, device: Device) -> list[Step]:
-    """Return steps to smaller micro-batches, down to `enough` sequences, for which other settings rather get slower."""
+    """Return steps to smaller micro-batches, down to `enough` sequences. Then slower settings are preferred."""
     most, least, paid = together(asked, device), enough(asked, device), paid_spread(asked)
     usual = min(most, max(least, MAX_PACKED // asked.context))
     return [*fewer(most, usual, asked), *spreads(paid, 2.0), *fewer(usual, least, asked), *spreads(min(paid, 2.0), 1.0)]
@@ -230,8 +229,8 @@ def steps_down(asked: RunSettings, device: Device) -> list[Step]:
 
 
 def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
-    """Return steps from `most` of the longest sequences in a micro-batch down to `least`; each step takes off at most
-    an eighth, or one sequence."""
+    """Return steps from `most` to `least` of the longest sequences in a micro-batch, each by at most an eighth, or by
+    one sequence."""
     steps, count = list[Step](), most
     while count > least:
         count = max(least, count - max(1, count // 8))

@@ -20,7 +20,7 @@ NOTES = training_step.NOTES | {REWARD_MODEL: "weights, and what is inside a laye
 
 
 def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tuple[Choice, ...] = ()) -> MemoryPlan:
-    """Return the plan of complete settings. The KV cache takes the rest of the memory, up to what sequences of the
+    """Return the plan of complete settings. The KV cache takes the remaining memory, but no more than sequences of the
     longest length need: one group in vLLM, where further requests wait, or all that our own engine decodes together."""
     fixed = fixed_rows(shape, settings)
     moments = most_of(step_shapes(shape, settings))
@@ -55,8 +55,8 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
 
 
 def recorded(shape: ModelShape) -> bool:
-    """Return whether our own engine can record decode steps as CUDA graphs: not with delta nets, experts or layers that
-    share keys."""
+    """Return whether our own engine can record decode steps as CUDA graphs. It cannot with delta nets, experts or
+    layers that share keys."""
     return not (shape.delta or shape.experts or shape.forms)
 
 
@@ -119,8 +119,8 @@ def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
 
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
-    """Return the rows of the sampler's own copies of weights. While training, vLLM keeps its copy of the adapters, and
-    our own engine keeps all copies if it does not sleep."""
+    """Return the rows of the sampler's own copies of weights. While training, vLLM keeps its copy of the adapters. Our
+    own engine keeps all copies then if it does not sleep."""
     copied, vllm = WORD * trained_numbers(shape, settings), settings.engine == "vllm"
     stays = not vllm and not settings.sleeps
     rows = [PlanRow("adapter copy", copied, copied if vllm or stays else 0, card_only=vllm,
@@ -156,7 +156,7 @@ def most_of(shapes: list[StepShape]) -> dict[str, Moment]:
 
 
 def working_row(component: str, peak: str, moments: dict[str, Moment], groups: int) -> PlanRow:
-    """Return the row of a component at the peak; its note says if it takes more at another moment."""
+    """Return the row of a component, with its bytes at the peak. A note says if another moment takes more."""
     now = moments[peak].get(component, 0)
     other = max((moment for moment in moments if moment != peak), key=lambda moment: moments[moment].get(component, 0))
     most = moments[other].get(component, 0)

@@ -89,8 +89,8 @@ class StepTime:
 
     @cached_property
     def few(self) -> int:
-        """The most rows for which decode steps read quantized codes: all that the kernel takes or, with weights in 16
-        bits beside the codes, those for which the kernel is no slower."""
+        """The most rows for which decode steps read quantized codes. It is the kernel's limit, or, if there are also
+        weights in 16 bits, the number up to which the kernel is no slower."""
         most = 0 if self.settings.form == BITS_16 else max(self.instructions)
         if self.quantized:
             return most
@@ -122,7 +122,7 @@ class StepTime:
         return self.settings.engine != "vllm" and not recorded(self.shape)
 
     def multiply(self, weights: float, rows: float) -> float:
-        """Return the seconds of 16-bit weights times M rows, bound by FLOP or by the weights' bytes."""
+        """Return the seconds to multiply 16-bit weights with M rows, limited by FLOP or by the weights' bytes."""
         return max(2 * rows * weights / (self.speed.tflops * GEMM), self.move(2 * weights) / WEIGHT_READ)
 
     def move(self, size: float) -> float:
@@ -135,8 +135,8 @@ class StepTime:
         return 0.0 if form == BITS_16 else self.move(sum(w.bytes_in(form) + 2 * w.weights for w in linears))
 
     def stretches(self) -> list[Stretch]:
-        """Return the decode steps grouped by the rows they compute. A finished row is given to the next sequence; once
-        none waits, rows end: vLLM drops them at once, our own engine when a smaller CUDA graph fits (`graph_rows`)."""
+        """Return the decode steps, grouped by the rows they compute. Once no sequence waits, finished rows are not
+        replaced: vLLM drops them at once, our own engine when a smaller CUDA graph fits (`graph_rows`)."""
         work = self.work
         rows = min(self.together, work.sequences)
         waiting = (work.sequences - rows) * work.completion_length / rows
@@ -148,8 +148,8 @@ class StepTime:
         return [stretch for stretch in stretches if stretch[0]]
 
     def decode(self) -> float:
-        """Return the seconds of all decode steps, including the CUDA graphs that our own engine records in each step if
-        it frees them while training; otherwise only a run's first steps record any."""
+        """Return the seconds of all decode steps. If our own engine frees its CUDA graphs while training, this includes
+        the time to record them, in each step; otherwise only a run's first steps record any."""
         stretches = self.stretches()
         return self.token_steps(stretches) + len(self.graphs(stretches)) * RECORD_SECONDS
 
@@ -203,7 +203,8 @@ class StepTime:
         return max(moved, computed) / DECODE_SHARE
 
     def prefill(self) -> float:
-        """Return the seconds to prefill each prompt once; weights are dequantized for each pass, or once for all."""
+        """Return the seconds to prefill each prompt once. Quantized weights are dequantized for each pass, or once if
+        sampling keeps them in 16 bits."""
         tokens = self.work.prompts * self.work.prompt_length
         passes = ceil(tokens / self.reads)
         host = VLLM_PREFILL_US if self.settings.engine == "vllm" else EAGER_LAYER_US
@@ -216,8 +217,8 @@ class StepTime:
         return products + attention + (passes if self.quantized else 1) * self.dequantize(self.linears)
 
     def attention(self, squared: float) -> float:
-        """Return the seconds of a layer's attention, forward, where `squared` is the sum of squared lengths; 0 for a
-        delta net, which compares no pairs of tokens."""
+        """Return the seconds of a layer's attention, forward; `squared` is the sum of squared lengths. A delta net,
+        which compares no pairs of tokens, takes 0."""
         return 0.0 if self.shape.delta else 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
 
     def passes(self) -> dict[str, tuple[float, float]]:
@@ -284,10 +285,10 @@ class StepTime:
 
 def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4, engine: str = "vllm",
                      sleeps: tuple[bool, bool] = (True, True)) -> bool:
-    """Return whether a card decodes M sequences of at most `tokens` tokens faster, by at least the share `WORTH`, with
-    dequantized weights beside the codes (which steps of few rows still read) than with codes alone. The data sheet
-    gives an estimate. Without one the result is True for vLLM, and False for our own engine, which may have to record
-    its CUDA graphs in each step; `sleeps` says whether it does, with codes and with 16 bits."""
+    """Return whether a card decodes M sequences of at most `tokens` tokens faster, by at least the share `WORTH`, if it
+    has dequantized weights beside the codes (which steps of few rows still read). The data sheet gives an estimate.
+    Without one the result is True for vLLM, and False for our own engine, which may have to record its CUDA graphs in
+    each step. `sleeps` says whether it does, (with codes, with 16 bits)."""
     name = cards.card_of(card)
     settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=sleeps[0])
     if name is None:

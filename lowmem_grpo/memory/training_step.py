@@ -68,7 +68,7 @@ class StepShape:
 
     @property
     def laid(self) -> int:
-        """The bytes of q, k, v, output and log-sums that attention saves: padded, or packed for a single sequence."""
+        """The bytes of q, k, v, output and log-sums that attention saves: padded, unless there is a single sequence."""
         token = 2 * WORD * (self.model.queries + self.model.keys) + 4 * self.model.heads
         if self.by_groups:  # no log-sums; the packed output is saved by the next layer
             token -= 4 * self.model.heads + (WORD * self.model.queries if self.area else 0)
@@ -81,7 +81,7 @@ class StepShape:
 
     @property
     def tile(self) -> int:
-        """The tokens in a tile of the MLP at the peak; 0 for no tiles, as in layers that keep all they compute."""
+        """The tokens in a tile of the MLP at the peak; 0 without tiles, or if some layers keep all they compute."""
         return 0 if self.settings.checkpointing and self.settings.kept_layers else self.settings.mlp_tile or 0
 
     @property

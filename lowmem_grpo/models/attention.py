@@ -67,8 +67,8 @@ def without_cudnn() -> Iterator[None]:
 def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
                      sliding_window: int | None, newest: Tensor | None = None) -> Tensor:
     """Attend with one query per row, (B, H, 1, K), to keys (B, H_kv, L, K). Rows are right-aligned, so a sliding window
-    covers the last keys. The mask (B, 1, 1, L) is boolean, or is added to the scores in the dtype of the query. If the
-    cache has empty slots after the keys, `newest` (1,) is the index of the last key."""
+    covers the last keys. The mask (B, 1, 1, L) is either boolean, or has the dtype of the query and is added to the
+    scores. If the cache has empty slots after the keys, `newest` (1,) is the index of the last key."""
     rows, heads, _, size = query.shape
     if newest is not None and mask is not None and sliding_window is not None and sliding_window < key.shape[2]:
         outside = torch.arange(key.shape[2], device=key.device) <= newest - sliding_window
@@ -84,8 +84,8 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def parts_of_keys(key: Tensor) -> int:
-    """Return the number of parts in which to read the keys (B, H_kv, L, K), or 1 if more launches would not pay off.
-    The GPU runs one block per row and key head, so a small batch needs parts to occupy all multiprocessors."""
+    """Return the number of parts in which to read the keys (B, H_kv, L, K); 1 if more launches would not pay off. The
+    GPU runs one block per row and key head, so a small batch is read in parts to occupy all multiprocessors."""
     if key.device.type != "cuda" or key.shape[2] < LONG or key.dtype == torch.float64:
         return 1
     blocks, parts = key.shape[0] * key.shape[1], 1

@@ -117,8 +117,8 @@ def missing_compiler() -> str | None:
 
 
 def compute_dtype(dtype: "torch.dtype | str | None") -> "torch.dtype":
-    """Return the dtype to load in: `dtype` if set; otherwise float32 on the CPU, and on a card bfloat16, or float16 if
-    the card lacks bfloat16. ValueError for any other dtype."""
+    """Return the dtype to load in. It is `dtype` if that is set. Otherwise it is float32 on the CPU, and on a card
+    bfloat16, or float16 if the card lacks bfloat16. ValueError for any other dtype."""
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype, dtype)
     if isinstance(dtype, torch.dtype):

@@ -4,8 +4,8 @@ Our module replaces transformers' own and has the same children, parameters and 
 
     packed   one row of T tokens. Each prompt is run once from a state of zeros, and each of its completions from the
              prompt's last state, so that the gradients of all completions flow into it.
-    cached   rows that continue from the states in a cache. `real` is False for padding and for finished rows, which
-             then leave the state as it is.
+    cached   rows that continue from the states in a cache. Tokens for which `real` is False (padding, finished rows)
+             leave the state as it is.
     other    rows from a state of zeros, with or without a padding mask.
 
 The state consists of the delta rule's state (kernels/delta_rule.py) and the last inputs of the convolution before it.
@@ -87,8 +87,8 @@ class DeltaNet(nn.Module):
 
     def forward(self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
                 packed: PackedLayout | None = None, real: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Map (B, T, D) to (B, T, D). The mask (B, T), false for the padding on the left, is `real`, or
-        attention_mask if `real` is None."""
+        """Map (B, T, D) to (B, T, D). The mask (B, T) is `real`, or `attention_mask` if that is None. It is False for
+        the padding, which is on the left."""
         rows, count, _ = hidden_states.shape
         mixed, z, b, a = one_node(hidden_states, [self.get_submodule(name) for name in DELTA_IN], self.weights)
         a, b, log, bias = (tensor.to(torch.promote_types(tensor.dtype, torch.float32))  # float64 stays in float64
@@ -144,7 +144,8 @@ class DeltaNet(nn.Module):
 
     def run(self, inputs: RuleInputs, runs: VarlenSequences, conv: Tensor | None = None, state: Tensor | None = None
             ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output (T, H, V) for packed sequences, and the final states of the convolution and the rule."""
+        """Return the output (T, H, V) for packed sequences, and the final states of the convolution and of the rule.
+        `conv` and `state` are the initial ones; None means zeros."""
         mixed, conv = causal_conv(inputs.mixed, self.conv_weight, runs, conv)
         query, key, value = mixed.split((self.key_dim, self.key_dim, self.value_dim), -1)
         heads = query.unflatten(-1, (-1, self.head_k_dim)), key.unflatten(-1, (-1, self.head_k_dim))

@@ -85,11 +85,11 @@ class RoutedBlock(nn.Module):
         return ids, values / values.sum(-1, keepdim=True) if self.gate.norm_topk_prob else values
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the router's logits (T, E) in the dtype of the rows, as other engines do to choose experts."""
+        """Return the router's logits (T, E) in the dtype of the rows, in which other engines choose experts too."""
         return F.linear(rows, self.gate.weight)
 
     def chosen(self, probabilities: Tensor) -> Tensor:
-        """Return the expert ids (T, k) to use: the router's top k, or `choice` applied to them if it is set."""
+        """Return the expert ids (T, k) to use: the router's top k. If `choice` is set, return what it makes of them."""
         ids = probabilities.detach().topk(self.gate.top_k, dim=-1).indices
         return ids if self.choice is None else self.choice(self.number, ids).to(ids.device, ids.dtype)
 
@@ -105,8 +105,8 @@ def expert_stacks(model: nn.Module) -> Iterator[ExpertStack]:
 
 
 def use_routed_blocks(model: Any) -> None:
-    """Replace transformers' blocks by ours if the model's family is in our table. Our blocks hold the same weights, or
-    stay on the meta device if the model is there."""
+    """Replace transformers' blocks by ours if the model's family is in our table. Our blocks hold the same weights. If
+    the model is on the meta device, they stay there too."""
     row, count = family_of(model.config), 0
     for path, module in list(model.named_modules()):
         if row is not None and row.experts is not None and type(module).__name__ == row.experts.kind:

@@ -156,7 +156,7 @@ class FP8Quantizer(HfQuantizer):
         return [WeightRenaming(rf"{stored}$", ours)] if self.pre_quantized else []
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Replace the layers that are stored in FP8, or are to be quantized, by ours, on the meta device."""
+        """Put our layers, on the meta device, in place of those that are stored in FP8 or are to be quantized."""
         dtype, block = getattr(torch, self.quantization_config.compute_dtype), self.quantization_config.block
         if self.pre_quantized:
             heads = dict(headers(kwargs["checkpoint_files"]))

@@ -109,7 +109,7 @@ def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
 
 
 def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
-    """Return, as one weight, 4-bit weights that `NF4Weight.adjacent` laid out; None if they are not adjacent."""
+    """Return 4-bit weights that `NF4Weight.adjacent` has laid out as one weight; None if they are not adjacent."""
     first, columns = weights[0], weights[0].shape[1]
     parts: dict[str, Any] = {"packed": joined([weight.packed for weight in weights]),
                              "absmax": joined([weight.absmax for weight in weights])}
@@ -127,8 +127,8 @@ def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
 
 
 def joined_offsets(weights: Sequence[NF4Weight]) -> Tensor | None:
-    """Return a view with one offset per nested block; None if the offsets are not adjacent. A weight's storage repeats
-    its offset once per block, and `offset` is a view of the first copy."""
+    """Return a view with one offset per nested block; None if the offsets are not adjacent. The storage of a weight's
+    offset repeats it once per block, and `offset` is a view of the first copy."""
     counts = [0 if weight.nested_absmax is None else len(weight.nested_absmax) for weight in weights]
     offsets = [weight.offset.reshape(-1)[:1] for weight in weights if weight.offset is not None]
     first = offsets[0].detach()

@@ -40,7 +40,7 @@ class HeldFunction(torch.autograd.Function):
 
 
 class HeadGroupsFunction(torch.autograd.Function):
-    """Apply `attend` to query (S, H, Q, K), key and value (S, H_kv, L, K) by groups; node `held` saves all three."""
+    """Apply `attend` by groups to query (S, H, Q, K), key and value (S, H_kv, L, K). Node `held` saves all three."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, held: Node, attend: Attend, groups: int) -> Tensor:
@@ -79,7 +79,7 @@ def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, gr
 
 
 def without_waiting(module: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
-    """Return `compute(*inputs)`, checkpointed: only `inputs` are saved, and random states if `module` has dropout."""
+    """Return `compute(*inputs)`, checkpointed. It saves only `inputs`, and random states if `module` has dropout."""
     drops = module.training and any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules())
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=drops)
 

@@ -76,9 +76,9 @@ def find_model(
     name: str, revision: str | None = None, token: str | None = None, cache_dir: str | None = None,
     local_files_only: bool = False, weights: bool = True,
 ) -> None:
-    """Raise a one-line OSError for a model that is neither in the cache nor available from the hub; without `weights`,
-    its config is enough. The hub is not asked about a cached model. Without a network, the libraries would retry for
-    half a minute and print twenty lines."""
+    """Raise a one-line OSError if a model is neither in the cache nor available from the hub. With `weights`, its
+    weights are needed, otherwise only its config. The hub is not asked about a cached model. Without a network, the
+    libraries would retry for half a minute and print twenty lines."""
     try:
         if is_cached(name, revision, cache_dir, weights):
             return
@@ -115,7 +115,7 @@ def dataset_cache() -> Path:
 
 
 def is_loaded_before(dataset: str) -> bool:
-    """Return whether the cache has a hub dataset; its folder names differ from the hub's in case and underscores."""
+    """Return whether the cache has a hub dataset. Case, underscores and slashes in folder names are ignored."""
     def plain(text: str) -> str:
         return text.replace("_", "").replace("/", "").lower()
 

@@ -60,7 +60,7 @@ class KernelLinear4bit(OneNode, Linear4bit):
 
 
 class JoinedWeights:
-    """A cache of the frozen weights of layers that share an input, in the form that the kernels take; adjacent
+    """A cache of the frozen weights of layers that share an input, in the form that the kernels take. Adjacent
     quantized weights are joined. The cache is valid as long as the layers hold the same tensors."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ def held_weight(base: Any) -> FrozenWeight:
 
 
 def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequence[Tensor]:
-    """Return each layer's output for x. If our kernel covers all of them, they share one autograd node and saved x."""
+    """Return each layer's output for x. If our kernel covers all of them, one autograd node saves x for all."""
     loras = loras_of(x, layers, weights)
     if loras is None:
         return [layer(x) for layer in layers]
@@ -145,7 +145,7 @@ def computes(layer: nn.Module, x: Tensor) -> bool:
 
 
 def is_plain(layer: Any) -> bool:
-    """Return whether the layer currently has at most one active LoRA, without dropout, bias, variants or merging."""
+    """Return whether the layer's active LoRA is plain: at most one, without dropout, bias, variants or merging."""
     if layer.disable_adapters:
         return not layer.merged
     active = [name for name in layer.active_adapters if name in layer.lora_A]

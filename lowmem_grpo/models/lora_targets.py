@@ -65,8 +65,8 @@ class Scope:
 
 
 def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude: Targets = None) -> list[str] | str:
-    """Return `target_modules` for PEFT: module names, "all-linear" or a pattern, or whole paths if the scope leaves out
-    a part that PEFT cannot leave out itself. ValueError for unknown names, and if nothing is left to train."""
+    """Return `target_modules` for PEFT: module names, "all-linear" or a pattern. If the scope leaves out a part that
+    PEFT cannot, return whole paths. ValueError for unknown names, and if nothing is left to train."""
     if targets is not None and not targets:
         raise ValueError(f"target_modules is {targets!r}, which names nothing to train: name layers, such as "
                          '["q_proj", "v_proj"], or take "all-linear"')
@@ -118,8 +118,8 @@ def check_start(start: Any) -> None:
 
 
 def check_config(model: Any, config: LoraConfig) -> None:
-    """Raise ValueError if PEFT would fail half way with these settings on this model, or adapt nothing; warn about rank
-    and alpha patterns that match no layer."""
+    """Raise ValueError if PEFT, with these settings and this model, would fail half way or adapt nothing. Warn about
+    rank and alpha patterns that match no layer."""
     if config.layers_to_transform is not None:
         Scope(layers_to_transform=config.layers_to_transform).layers(len(model.get_decoder().layers))
     adapted = adapted_layers(model, config)

@@ -49,7 +49,7 @@ class PackedLayout:
                    head_groups)
 
     def spread(self, *packed: Tensor) -> tuple[Tensor, ...]:
-        """Return each packed (1, H, T, K) as padded (S, H, W, K); the padding repeats some token of the sequence."""
+        """Return each packed (1, H, T, K) as padded (S, H, W, K). The padding repeats a token of the sequence."""
         if self.num_sequences == 1:  # nothing to move
             return packed
         rows = [heads[0].transpose(0, 1) for heads in packed]
@@ -65,9 +65,9 @@ class PackedLayout:
 
 
 class FirstKeys(UserDict):
-    """Keys and values that layers share with later ones. Only the first pair of each kind is stored, from the forward
-    pass: layers recomputed in backward set theirs again, and storing those would keep most recomputed tensors on the
-    device."""
+    """Keys and values that some layers share with later ones. Only the first pair of each kind is stored, which comes
+    from the forward pass. When layers are recomputed in backward, they set their pairs again; storing those would keep
+    most recomputed tensors on the device."""
 
     def __setitem__(self, kind: str, keys_and_values: Any) -> None:
         if kind not in self:
@@ -238,7 +238,7 @@ def window_mask(queries: int, keys: int, window: int, device: torch.device) -> T
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in autocast's dtype if autocast is on, as torch's attention would convert them."""
+    """Return the tensors in autocast's dtype if autocast is on, as torch's own attention does."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors

@@ -5,8 +5,8 @@ The shared part ends before the prompt's last token: that token predicts the fir
 completion begins with it. Attention finds a sequence's tokens through `sources`, and so needs no mask.
 
 A completion is one sequence, or several for an episode whose history was rewritten. A sequence ends with the last token
-that the policy sampled; tokens before that from other sources are packed but not trained. Sequences of a group with the
-same prompt, other than the group's, share all of it; others share the group's prompt if theirs begins with it.
+that the policy sampled; earlier tokens from other sources are packed but not trained. If several sequences of a group
+have the same prompt, they share all of it. Any other shares the group's prompt if its own begins with that.
 
 `Packer` starts again with smaller micro-batches if memory runs out. The gradient equals that of a run with these
 smaller ones from the start: bit for bit on the CPU, up to rounding on a GPU, where fused attention has no fixed
@@ -89,7 +89,7 @@ def sequences_of(group: RolloutGroup, rollouts: list[Rollout]) -> list[list[Sequ
 
 
 def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> list[Sequence]:
-    """Return the sequences of a rollout, each up to its last trained token; one without trained tokens is empty."""
+    """Return the sequences of a rollout, each up to its last trained token. Without such a token it is empty."""
     splits, sequences = [Split(0), *rollout.splits], []
     ends = [*(later.start for later in rollout.splits), len(rollout.completion_ids)]
     routed = routes_of(rollout, group.prompt_ids) if rollout.has_routes else [None] * len(splits)
@@ -103,7 +103,8 @@ def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> 
 
 def shared(prompt: list[int] | None, of_group: list[int],
            repeated: set[Ids]) -> tuple[list[int], list[int], Ids | None]:
-    """Return the shared part of a sequence's prompt, the rest of it, and the shared prompt's key (None: the group)."""
+    """Return the part of a sequence's prompt that others share, the rest of it, and a key of the shared part, which is
+    None for the group's prompt."""
     if prompt is None or prompt == of_group:
         return of_group, [], None
     if tuple(prompt) not in repeated and prompt[: len(of_group)] == of_group:
@@ -271,7 +272,7 @@ T = TypeVar("T")
 
 
 class Packer:
-    """Packs groups for a device, within limits and a bound on tokens that is lowered when memory runs out."""
+    """Packs groups for a device, within limits. A shortage of memory lowers the bound on a micro-batch's tokens."""
 
     def __init__(self, device: torch.device, bound: BatchLimit) -> None:
         self.device, self.bound = device, bound

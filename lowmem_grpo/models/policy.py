@@ -84,8 +84,8 @@ def logit_shape(config: Any) -> dict[str, Any]:
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
-    """Put the model in train or evaluation mode. Nothing is set if all modules are in that mode, since a check is
-    faster."""
+    """Put the model in train or evaluation mode. Modules are checked first, and set only if one has the other mode,
+    because a check is faster."""
     if any(module.training != training for module in model.modules()):
         model.train(training)
 
@@ -151,7 +151,7 @@ class Policy:
         return drops(self.base)
 
     def follow_dropout(self) -> None:
-        """Make checkpointed layers save random states exactly while there is dropout, which may change at any time."""
+        """Make checkpointed layers save random states only if there is dropout now, which may change at any time."""
         if getattr(self.base, "is_gradient_checkpointing", False) and self.drops != self.dropped:
             kept = len(kept_layers(self.base))
             enable_checkpointing(self.base, True)
@@ -184,8 +184,8 @@ class Policy:
         return out.last_hidden_state[0]
 
     def differing_routes(self) -> dict[str, float]:
-        """Return, as a metric, the share of the expert choices replayed since the last call that the live router would
-        not have made; {} if none were replayed."""
+        """Return a metric: of the expert choices replayed since the last call, the share that the live router would not
+        have made. Return {} if none were replayed."""
         counts, self.route_counts = self.route_counts, None
         if counts is None:
             return {}
@@ -258,8 +258,8 @@ class Policy:
         return {name: factor.detach() for name, factor in self.model.named_parameters() if factor.requires_grad}
 
     def keep_reference(self, moves: bool = False) -> None:
-        """Copy the current adapter to the host as the reference. If the adapter is untrained and the reference never
-        moves, the reference is the base model and nothing is copied."""
+        """Copy the current adapter to the host as the reference. If it is untrained and `moves` is False (the reference
+        never changes), the base model is the reference and nothing is copied."""
         own = self.live_adapter() if moves or self.is_trained() else {}
         self.reference_adapter = {name: factor.to("cpu", copy=True) for name, factor in own.items()}
 

@@ -102,8 +102,8 @@ class Pretrained:
         return with_ids(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options))
 
     def form(self, asked: str) -> str:
-        """Return the form in which the weights are held: that of a quantized checkpoint, otherwise `asked`. ValueError
-        for a stored form that is not supported."""
+        """Return the form in which weights are held: a quantized checkpoint's own, or else `asked`. ValueError for a
+        stored form that is not supported."""
         return stored_form(self.config(), self.name) or asked
 
     @contextmanager
@@ -126,8 +126,8 @@ class Pretrained:
 
 
 def read_model(path: str, config: Any, names: dict[str, str], **options: Any) -> Any:
-    """Return the causal language model stored at `path`, or the text model of a multimodal checkpoint. For a text
-    model, only the number of the other parts' tensors is logged; transformers would list each as unexpected. ValueError
+    """Return the causal language model stored at `path`, or the text model of a multimodal checkpoint. In that case
+    only the number of the other parts' tensors is logged, where transformers would list each as unexpected. ValueError
     if a tensor of the text model is missing."""
     if not names:
         return AutoModelForCausalLM.from_pretrained(path, config=config, trust_remote_code=False, **options)
@@ -192,8 +192,8 @@ def check_turns(config: Any, tokenizer: Any, name: str) -> None:
 
 def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
                  names: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return the quantization arguments for from_pretrained. An FP8 checkpoint needs none: its config gets our
-    quantizer. A checkpoint stored in NF4 gets none either, because None would override its own config."""
+    """Return the quantization arguments for from_pretrained. There are none for an FP8 checkpoint, whose config gets
+    our quantizer. There are none for one stored in NF4 either, because passing None would override its own config."""
     if stored == FP8:
         keep_stored(config, dtype, names)
         return {}

@@ -1,8 +1,8 @@
 """Routes: the experts that each token used in each layer of a mixture, recorded by the sampler, replayed in training.
 
 A rounding difference in a router can select another expert. Only the choice is replayed: gates are computed by the live
-router, and gradients flow through them. So no log-probability or gradient depends, through routing, on how tokens are
-split or packed (R3, arXiv 2510.11370, measured the effect of not replaying).
+router, and gradients flow through them. So routing makes no log-probability or gradient depend on how tokens are split
+or packed (R3, arXiv 2510.11370, measured the effect of not replaying).
 
 The last sampled token was never an input: it has no route and needs none. A model takes routes through the keyword
 `routes` of its backbone: hooks on its decoder layers pass it to the experts, even when a checkpointed layer is rerun.
@@ -57,8 +57,8 @@ class Routes:
         return Routes(tuple(kept))
 
     def then(self, more: "Routes") -> "Routes":
-        """Return these routes, extended by those of `more` beyond their end; `more` begins at the same token. The
-        extension is copied, so that the rest of `more` can be freed."""
+        """Return these routes, followed by the part of `more` beyond their end; both begin at the same token. The added
+        part is copied, so that the rest of `more` can be freed."""
         return Routes((*self.parts, *(part.clone() for part in more.cut(len(self)).parts)))
 
     def packed(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Routes:
 
 
 def one_prompt(rollouts: list[Rollout], prompt: list[int]) -> list[Rollout]:
-    """Let rollouts share the first one's memory for the prompt's routes where these are equal; return all rollouts."""
+    """Return the rollouts; those whose prompt has the first one's routes now share their memory for these."""
     first = rollouts[0].routes
     for rollout in rollouts if first is not None else []:
         known, own = first.cut(0, len(prompt)), rollout.routes.cut(0, len(prompt))
@@ -85,8 +85,8 @@ def one_prompt(rollouts: list[Rollout], prompt: list[int]) -> list[Rollout]:
 
 
 def routes_of(rollout: Rollout, prompt: list[int]) -> list[Routes | None]:
-    """Return, for each sequence of a rollout, the routes of its first tokens, prompt included; None for one without
-    routes. `prompt` is the group's.
+    """Return, for each sequence of a rollout, the routes of its first tokens, prompt included. For a sequence without
+    routes, the entry is None. `prompt` is the group's.
 
     In an episode, each turn has routes for all tokens in the engine's context. A token keeps the routes of the turn in
     which it first appeared, which sampling used.
@@ -152,8 +152,8 @@ def packed_routes(pieces: Sequence[tuple[Routes | None, int, int]]) -> tuple[Ten
 
 
 class RouteRecorder:
-    """A recorder of each router's choice. As in `Replay`, a forward pass calls `chosen` for the `layer`th layer with
-    experts, with the live router's ids `live` (T, k), and uses the returned ids (T, k) int64."""
+    """A recorder of each router's choice. A forward pass calls `chosen` for the `layer`th layer with experts, with the
+    live router's ids `live` (T, k), and uses the returned ids (T, k) int64. `Replay` is called in the same way."""
 
     def __init__(self, experts: int) -> None:
         self.dtype = dtype_of(experts)

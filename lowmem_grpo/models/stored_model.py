@@ -35,7 +35,7 @@ LABELS = {  # transformers' quant_method, or a format of compressed-tensors -> i
 
 
 def resolve(model_name: str) -> str:
-    """Return the folder of an embedded model or of a path, else the name itself; OSError for a path without a model."""
+    """Return the folder of an embedded model or path, or else the name itself. OSError for a path without a model."""
     if model_name in EMBEDDED:
         return str(files("lowmem_grpo") / "assets" / model_name)
     looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1

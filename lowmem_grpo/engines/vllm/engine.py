@@ -42,8 +42,8 @@ class VLLMEngine:
     def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
                  settings: EngineSettings | None = None, sampled: int | None = None,
                  bound: RolloutLimit | None = None) -> None:
-        """Without `settings.max_num_seqs`, `sampled` is how many sequences of a call are decoded together, as far as
-        the cache has room. If a call has more, the others wait. `bound` has the sizes for which memory had room before.
+        """Start vLLM. Without `settings.max_num_seqs`, up to `sampled` sequences of a call are decoded together, as far
+        as the cache has room; the others wait. `bound` holds limits from earlier shortages of memory.
 
         Raises EngineUnavailableError if vLLM cannot be used, BorrowError if the model does not map onto vLLM's,
         ValueError if the cache is too small for one sequence, MemoryExhaustedError if even such a cache does not fit.
@@ -74,7 +74,7 @@ class VLLMEngine:
 
     @property
     def bound(self) -> RolloutLimit:
-        """The sizes for which memory had room; a run replaces this object with its own."""
+        """The limits that shortages of memory have set; a run replaces this object with its own."""
         return self.capacity.bound
 
     @bound.setter
@@ -148,8 +148,8 @@ class VLLMEngine:
     def generate(self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
                  meanwhile: Meanwhile | None = None) -> list[list[Rollout]]:
         """Sample n rollouts of each prompt. If vLLM dies, it is restarted once and samples the missing prompts; a
-        second death raises, and so does an invalid call. If memory runs out (while waking too), vLLM is restarted with
-        a smaller KV cache: see `Capacity.lower`."""
+        second death raises an error. An invalid call raises one at once. If memory runs out, also while waking, vLLM is
+        restarted with a smaller KV cache (see `Capacity.lower`)."""
         self.check_open()
         if not prompts:
             return []
@@ -162,7 +162,7 @@ class VLLMEngine:
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Decode turns, see `Engine.converse`; a dead engine and a shortage are handled as in `generate`."""
+        """Decode turns (see `Engine.converse`). A dead engine and a lack of memory are handled as in `generate`."""
         self.check_open()
         call = OpenTurns(conversation, self.sampling(replace(params, n=1)), self.policy.device)
         self.in_less_memory(lambda: self.run_with_restart(call), call)
@@ -191,7 +191,7 @@ class VLLMEngine:
         return True
 
     def expect(self, sampled: int) -> None:
-        """Prepare for a run that samples this many completions per call; restart an engine that is sized for fewer."""
+        """Prepare for a run that samples `sampled` completions per call. An engine sized for fewer will restart."""
         if sampled > self.seqs:
             self.capacity.sampled = sampled
 
@@ -202,7 +202,7 @@ class VLLMEngine:
                 or (self.seqs, self.cache) != (self.capacity.seqs, self.capacity.cache))
 
     def run_with_restart(self, call: Prompts | OpenTurns) -> None:
-        """Run a call, restarting vLLM first if it is outdated, and once more if it dies."""
+        """Run a call. Restart vLLM before it if it is outdated, and once more if it dies during the call."""
         if self.outdated:
             self.restart()  # else the sequences of an interrupted call would continue in this call
         try:
@@ -245,7 +245,7 @@ class VLLMEngine:
             self.base = before
 
     def on_policy_update(self, policy_version: int) -> None:
-        """Store the new version. The next call copies the current adapter, and drops prefixes of the old adapter."""
+        """Store the new version. The next call copies the current adapter, and drops prefixes of the old one."""
         self.policy_version = policy_version
 
     def sleep(self) -> None:
@@ -258,9 +258,8 @@ class VLLMEngine:
             self.asleep, self.kv_bytes = True, 0
 
     def wake(self) -> None:
-        """Map the KV cache and the room for dequantized weights again. If memory has no room for them, torch's cached
-        blocks, which vLLM's pool cannot use, are freed first. OutOfMemoryError if that is not enough; then everything
-        stays asleep."""
+        """Map the KV cache and the room for dequantized weights again. If memory is short, first free torch's cached
+        blocks, which vLLM's pool cannot use. OutOfMemoryError if that is not enough; then everything stays asleep."""
         self.check_open()
         if not self.asleep:
             return

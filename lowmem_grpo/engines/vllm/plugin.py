@@ -48,7 +48,8 @@ LENT: list[WeightSharing] = []  # the last entry serves vLLM's registries, which
 
 @contextmanager
 def lending(loan: WeightSharing) -> Iterator[None]:
-    """Let the objects that vLLM's registries make in this context use the trainer's tensors from `loan`."""
+    """Make the tensors of `loan` the ones that vLLM's layers get in this context. vLLM's registries make our objects by
+    name, so these cannot be passed the tensors."""
     LENT.append(loan)
     try:
         yield
@@ -57,15 +58,15 @@ def lending(loan: WeightSharing) -> Iterator[None]:
 
 
 def current() -> WeightSharing:
-    """Return the shared weights of the engine that is starting; BorrowError if no engine of ours is."""
+    """Return the shared weights of the engine that is starting; BorrowError if none of our engines is starting."""
     if not LENT:
         raise BorrowError("vLLM asked for borrowed weights outside an engine of ours")
     return LENT[-1]
 
 
 def check_architecture(name: str) -> None:
-    """Raise BorrowError if vLLM has no model class of that name. Registers the class itself, because vLLM would inspect
-    a lazily named class in a subprocess (about 8 s) to avoid initializing CUDA, which this process has done anyway."""
+    """Raise BorrowError if vLLM has no model class of that name. Register the class, not its name: a lazily named class
+    would be inspected in a subprocess (about 8 s) to avoid initializing CUDA, which this process has done anyway."""
     known = ModelRegistry.models.get(name)
     if known is None:
         raise BorrowError(f"this vLLM has no {name}. {OTHER_ENGINE}")

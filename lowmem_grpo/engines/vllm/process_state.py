@@ -143,12 +143,12 @@ def is_of_start(error: Exception) -> bool:
 
 
 def is_pool_missing(error: BaseException) -> bool:
-    """Return True if vLLM did not start because its build or the driver has no pool, or the pool is still in use."""
+    """Return True if vLLM did not start because its build or the driver lacks a memory pool, or the pool is in use."""
     return any(words in str(error) for words in MISSING)
 
 
 def unmap(llm: Any) -> None:
-    """Unmap the segments that a failed `wake_up` has mapped. Sleep is called on vLLM's worker directly, as the executor
+    """Unmap the segments that a failed `wake_up` has mapped. `sleep` is called on vLLM's worker, because the executor
     takes the engine to be asleep. Older pools stop at the first unmapped segment, which comes after all mapped ones."""
     with suppress(Exception):
         llm.collective_rpc("sleep", kwargs={"level": 1})
@@ -197,8 +197,8 @@ def drop_records_of_failures(allocator: Any) -> None:
 
 
 def clear_pool_error(extension: Any) -> None:
-    """Clear the extension's stored error by a call that fails: unmapping 0 bytes. A driver that accepts 0 bytes goes on
-    to release the handle, so a null handle is passed."""
+    """Clear the extension's stored error by unmapping 0 bytes, a call that fails. A driver that accepts 0 bytes would
+    then release the handle, so a null handle is passed."""
     handle = ctypes.c_ulonglong(0)
     with suppress(RuntimeError):
         extension.python_unmap_and_release(0, 0, 0, ctypes.addressof(handle))
@@ -229,7 +229,7 @@ class SleepingRoom:
 
 
 def made_in_pool(size: int, device: torch.device) -> Tensor:
-    """Return `size` bytes in a separate pool segment under our tag; dropping it drops nothing of vLLM's."""
+    """Return `size` bytes in a pool segment of their own, under our tag. When they are freed, vLLM loses nothing."""
     if why := why_no_pool():
         raise BorrowError(f"{why}. {ADVICE}")
     allocator = pool().CuMemAllocator.get_instance()

@@ -69,7 +69,7 @@ class CallSampling:
                        routes=self.routes(output, len(prompt) + len(ids) - 1))
 
     def routes(self, output: Any, tokens: int) -> Routes | None:
-        """Return an output's expert routes; None if vLLM returned none, RuntimeError unless for `tokens` tokens."""
+        """Return an output's expert routes; None if vLLM returned none. RuntimeError unless for `tokens` tokens."""
         experts = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
         if experts is None:
             return None
@@ -116,7 +116,8 @@ class Prompts(FinishedPrompts):
 
     def __init__(self, prompts: list[list[int]], sampling: CallSampling, on_group: OnGroup | None,
                  meanwhile: Meanwhile | None = None, expected: ExpectedLengths | None = None) -> None:
-        """With `expected`, prompts of the longest expected completions enter vLLM first; seeds ignore this order."""
+        """Prepare the requests. With `expected`, prompts with the longest expected completions enter vLLM first. Seeds
+        do not depend on this order."""
         super().__init__(len(prompts), on_group, meanwhile)
         self.expected = expected
         params, self.sampling = sampling.params, sampling
@@ -161,7 +162,7 @@ class OpenTurns(Calls):
         self.keys: dict[str, int] = {}  # episode keys of the open turns by vLLM's request number
 
     def run(self, steps: Steps, version: int) -> None:
-        """Decode until the conversation has no more. Turns lost with an earlier engine are queued again; if the
+        """Decode until the conversation has no more turns. Turns lost with an earlier engine are queued again; if the
         conversation raises an error, its open turns are aborted."""
         self.keys = {}
         self.enter(steps, list(self.open.values()))
@@ -177,7 +178,7 @@ class OpenTurns(Calls):
             raise
 
     def more(self, steps: Steps) -> bool:
-        """Queue the conversation's next requests; returns False once no turn is left."""
+        """Queue the conversation's next requests. Return False if no turn is open then."""
         with self.outside_the_engine():
             asked = self.conversation.next_requests(busy=bool(self.open))
             new = list(zip(asked, self.sampling.settings(asked), strict=True)) if asked else []

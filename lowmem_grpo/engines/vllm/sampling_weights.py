@@ -93,7 +93,7 @@ def check_fits(targets: Loras, sources: Loras, name: str) -> None:
 
 @torch.no_grad()
 def fill(targets: Loras, sources: Loras) -> None:
-    """Copy the values of `sources` into `targets` in place; smaller ranks are padded with zeros, other scales are
+    """Copy the values of `sources` into `targets` in place. Smaller ranks are padded with zeros, a different scale is
     multiplied in, and a target without a source becomes zero."""
     pairs = [(target, source) for _, target, source in pairs_of(targets, sources) if target is not None]
     same = [(target, source) for target, source in pairs if source is not None and form(source) == form(target)]
@@ -135,7 +135,7 @@ class AdapterCopy:
         self.sampled: dict[str, list[LoRA | None]] = {}  # by engine layer, the LoRA tensors that the engine reads
 
     def slot(self, layer: str, live: Sequence[LoRA | None]) -> list[LoRA | None]:
-        """Return the engine's LoRAs of a layer, all A before all B in memory; new ones get the values of `live`."""
+        """Return the engine's LoRAs of a layer, all A before all B in memory. New ones get the values of `live`."""
         if layer not in self.sampled:
             present = [lora for lora in live if lora is not None]
             a = [self.next_tensor(lora.a) for lora in present]
@@ -150,8 +150,8 @@ class AdapterCopy:
         return self.room[self.taken - like.numel() : self.taken].view(like.shape)
 
     def use_adapter(self, live: Loras) -> Hashable:
-        """Sample with `live`; return a hash of its tensors' addresses and torch version counters. The counters miss the
-        writes of bitsandbytes optimizers through raw addresses, so the values are always copied."""
+        """Sample with `live`, and return a hash of its tensors' addresses and torch version counters. Values are copied
+        in any case, because bitsandbytes optimizers write through raw addresses, which the counters miss."""
         fill(self.sampled, live)
         tensors = [tensor for loras in live.values() for lora in loras if lora is not None
                    for tensor in (lora.a, lora.b)]
@@ -159,12 +159,12 @@ class AdapterCopy:
 
 
 def new_buffer(numbers: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a new tensor in each call. The tensor is freed once unreferenced, so nothing may store its address."""
+    """Return a new tensor at each call, which is freed once unreferenced. So nothing may store its address."""
     return torch.empty(numbers, dtype=dtype, device=device)
 
 
 def aligned(shape: Iterable[int]) -> int:
-    """Return how many numbers of the buffer a dequantized weight of this shape takes."""
+    """Return how many elements of the buffer a dequantized weight of this shape takes, with padding."""
     return -(-math.prod(shape) // ALIGN) * ALIGN
 
 
@@ -173,7 +173,7 @@ class SamplingWeights:
 
     def __init__(self, products: Sequence[Product], dtype: torch.dtype, device: torch.device, room: Room,
                  few: int = 0) -> None:
-        """The dequantized weights serve inputs of more than `few` rows; smaller inputs use the quantized codes."""
+        """Inputs of more than `few` rows will use the dequantized weights, and smaller ones the quantized codes."""
         self.pairs = [(product, product.weight) for product in products if not isinstance(product.weight, Tensor)]
         self.sizes = [aligned(weight.shape) for _, weight in self.pairs]
         self.dtype, self.device, self.room, self.few = dtype, device, room, few
@@ -203,7 +203,7 @@ class SamplingWeights:
 
 
 def few_rows(base: Any, device: torch.device) -> int:
-    """Return the largest number of rows for which codes are faster than dequantized weights on the card; 0: unknown."""
+    """Return the most rows for which codes are faster than dequantized weights on the card; 0 if this is unknown."""
     known = known_of(base, device)
     return 0 if known is None else rows_of_codes(*known)
 

@@ -34,10 +34,11 @@ RESIZABLE_ROPE = {"default", "llama3"}  # rope types whose angles do not depend 
 
 
 class Capacity:
-    """The requested sizes, and the limits that memory sets (`bound`, which shrinks whenever memory runs out).
+    """The requested sizes, and `bound`, the limits that memory sets, which shrink whenever memory runs out.
 
-    `settings.max_num_seqs` None takes the `sampled` sequences of a call, as far as the cache has room; `kv_cache_bytes`
-    None takes what is free of the card's `gpu_memory_utilization` share. One sequence of `max_seq_length` always fits.
+    If `settings.max_num_seqs` is None, up to `sampled` sequences are decoded together, as far as the cache has room. If
+    `kv_cache_bytes` is None, the cache takes what is free of the card's `gpu_memory_utilization` share. One sequence of
+    `max_seq_length` always fits.
     """
 
     def __init__(self, policy: Policy, max_seq_length: int, settings: EngineSettings, sampled: int | None = None,
@@ -54,8 +55,8 @@ class Capacity:
 
     @property
     def wanted_seqs(self) -> int:
-        """Sequences to decode together if memory has room: the user's number, or else the completions per call, limited
-        to MOST_SEQUENCES and to twice the number of sequences of full length that the cache holds."""
+        """The number of sequences to decode together if memory has room: the user's, or else the completions per call,
+        limited to MOST_SEQUENCES and to twice the number of sequences of full length that the cache holds."""
         most = min(self.sampled or MOST_SEQUENCES, MOST_SEQUENCES, 2 * (self.kv_budget // self.least_cache))
         return self.settings.max_num_seqs or max(1, most)
 
@@ -65,7 +66,7 @@ class Capacity:
 
     def check(self) -> None:
         """Raise ValueError if one sequence of `max_seq_length` does not fit in the cache, or the cache exceeds the free
-        memory. Once `bound` limits the cache, nothing is checked: a shortage then shrinks it further."""
+        memory. Nothing is checked once `bound` limits the cache, because a shortage then shrinks it further."""
         if self.bound.kv_bytes is not None:
             return
         if self.kv_budget < self.least_cache:
@@ -163,8 +164,9 @@ def choose_weights(capacity: Capacity, eager: bool) -> tuple[str, int]:
 
 
 def is_worth_widening(capacity: Capacity, size: int, left: int, fixed: bool) -> bool:
-    """Return True if dequantized weights of `size` bytes fit, and save enough time by the card's data sheet, if any.
-    They fit beside the user's cache (`fixed`), or if the `left` bytes hold the cache of the wanted sequences."""
+    """Return True if dequantized weights of `size` bytes fit and, by the card's data sheet, if any, save enough time.
+    With `fixed` they must fit beside the user's cache; else `left` bytes must hold the cache of the wanted sequences.
+    """
     policy, tokens, sequences = capacity.policy, capacity.max_seq_length, capacity.wanted_seqs
     known = known_of(policy.base, policy.device)
     if known is not None and not faster_in_16_bit(*known[:2], sequences, tokens, known[2]):
@@ -219,7 +221,7 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
 
 
 def llm_options(capacity: Capacity, name: str, eager: bool, sleeps: bool, routes: bool = False) -> dict[str, Any]:
-    """Return the options of `LLM`; `name` is our quantization method and loader, `routes` asks for chosen experts."""
+    """Return the options of `LLM`; `name` is our quantization method and loader. `routes` requests chosen experts."""
     policy, context, cache_dtype = capacity.policy, capacity.max_seq_length, capacity.settings.kv_cache_dtype
     family = family_of(policy.base.config)
     # vLLM caches the states of gated delta nets only with chunked prefill (see `device_options`)
@@ -238,8 +240,8 @@ def llm_options(capacity: Capacity, name: str, eager: bool, sleeps: bool, routes
 
 def device_options(capacity: Capacity) -> dict[str, Any]:
     """Return the options for the card's share and the tokens per pass. On a card, the share covers the cache alone,
-    because vLLM's default would count the trainer's memory; the memory plan sets the tokens. On the CPU prompts must
-    not be chunked: vLLM would rewind the random generator, which CPU generators cannot do."""
+    because vLLM's default would count the trainer's memory too; the memory plan sets the tokens. On the CPU prompts are
+    not chunked, because vLLM would then rewind the random generator, which CPU generators cannot do."""
     device = capacity.policy.device
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -262,8 +264,9 @@ def on_card(policy: Policy) -> bool:
 
 
 def is_eager(policy: Policy, asked: bool | None) -> bool:
-    """Return True if vLLM decodes without CUDA graphs: as `asked`, else True on the CPU and for mixtures of experts,
-    whose operation reads the tokens per expert on the host. ValueError if a mixture on a card is asked for graphs."""
+    """Return True if vLLM decodes without CUDA graphs, as `asked`. If that is None, return True on the CPU and for
+    mixtures of experts, which read the tokens per expert on the host. ValueError if a mixture on a card is asked for
+    graphs."""
     if asked is False and policy.routed_layers and on_card(policy):
         raise ValueError("enforce_eager is False and the model is a mixture of experts: how many tokens each expert "
                          "has is read on the host, which CUDA graphs cannot. Leave enforce_eager out")

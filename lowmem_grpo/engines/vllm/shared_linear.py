@@ -59,7 +59,7 @@ class Product:
     """One matrix, or several that are adjacent in memory: x (N, in) -> (N, sum of out), with biases and LoRA.
 
     For few rows on a card, a quantized weight takes two kernel launches if all its matrices have LoRA of the same rank
-    and scale. `wide`, if set, is the dequantized weight, used for more than `few` rows.
+    and scale. If the dequantized weight, `wide`, is set, inputs of more than `few` rows use it.
     """
 
     def __init__(self, weight: FrozenWeight, features: list[int], biases: list[Tensor | None], loras: list[LoRA | None],
@@ -149,7 +149,7 @@ class BorrowedLinear(Borrowed):
 
     @property
     def out_features(self) -> int:
-        """The width of the output; the last matrix counts twice if keys are also the values."""
+        """The width of the output. If a layer uses its keys as the values too, the last matrix counts twice."""
         return sum(shape[0] for shape in self.shapes) + (self.shapes[-1][0] if self.twice else 0)
 
     def tensors(self) -> list[Tensor]:
@@ -239,7 +239,7 @@ def same_tensors(name: str, held: Sequence[Tensor], now: Sequence[Tensor]) -> No
 
 
 def linear_by_name(x: Tensor, out_features: int, layer: str) -> Tensor:
-    """Compute the engine layer of that name on x (..., in): the body of the custom op."""
+    """Compute the engine layer of that name on x (..., in). This is the body of the custom op."""
     with torch.no_grad():
         return LAYERS[layer].forward(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], out_features)
 

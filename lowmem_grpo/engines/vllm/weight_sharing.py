@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class WeightSharing:
     """The trainer's frozen tensors under the engine's names, and the engine's copy of the adapter.
 
-    `base` is the base model with peft's layers injected. `adapter` None takes the active adapter. `room` allocates
-    dequantized weights for sampling; None samples with the quantized codes.
+    `base` is the base model with peft's layers injected. If `adapter` is None, the active adapter is used. `room`
+    allocates dequantized weights for sampling; if it is None, sampling uses the quantized codes.
     """
 
     def __init__(self, base: Any, device: torch.device, adapter: str | None = None, room: Room | None = None) -> None:
@@ -128,7 +128,7 @@ class WeightSharing:
                               f"{left[:5]}. {OTHER_ENGINE}")
 
     def widen(self) -> None:
-        """Dequantize the weights of all layers, once all are known, if that is wanted and memory has room."""
+        """Once all layers are known, dequantize their weights if that is wanted and memory has room."""
         if self.room is not None:
             products = [product for linear in self.linears.values() for product in linear.products]
             few = few_rows(self.base, self.device)

@@ -35,9 +35,8 @@ def checkpointing_mode(value: bool | str) -> bool | str:
 
 
 def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
-    """Switch a transformers model's layer checkpointing on or off; return the mode like `checkpointing_mode`. Layers
-    save the random states for recomputation if the model has dropout now (see `drops`). ValueError if no layer supports
-    it."""
+    """Switch a transformers model's layer checkpointing on or off; return the mode like `checkpointing_mode`. If the
+    model has dropout now (see `drops`), layers save random states. ValueError if no layer supports it."""
     mode = checkpointing_mode(mode)
     if not mode:
         if hasattr(model, "gradient_checkpointing_disable"):
@@ -57,7 +56,7 @@ def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
 
 
 def drops(model: Any) -> bool:
-    """Return whether training draws random numbers: a dropout module, or a dropout rate in the config, is above 0."""
+    """Return whether training draws random numbers: a dropout module's rate, or one in the config, is above 0."""
     rates = vars(model.config.get_text_config()) if hasattr(model, "config") else {}
     rated = any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in rates.items())
     return rated or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
@@ -83,8 +82,8 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether a module is a layer with checkpointing on. A whole model has the same flag, whatever its layers
-    do, and does not count."""
+    """Return whether a module is a layer with checkpointing on. A whole model may have the same flag, but does not
+    count."""
     flag = bool(getattr(module, "gradient_checkpointing", False))
     return flag and not hasattr(module, "gradient_checkpointing_enable")
 
@@ -100,7 +99,7 @@ def keep_last(model: nn.Module, count: int) -> list[nn.Module]:
 
 
 def kept_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that `keep_last` took out of a checkpointed model's checkpointing."""
+    """Return the layers that `keep_last` has exempted from checkpointing in a checkpointed model."""
     if not checkpointed_layers(model):
         return []
     return [module for module in model.modules() if getattr(module, "gradient_checkpointing", None) is False
@@ -108,9 +107,9 @@ def kept_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def offload_activations(model: nn.Module | torch.device | str, enabled: bool = True) -> AbstractContextManager:
-    """Return a context for forward passes that moves the tensors saved by checkpointed layers to pinned host memory; on
-    the CPU it changes nothing. With a device instead of a model, only nn.Parameters are recognised as weights. A
-    trainer should keep one `ActivationOffload` and enter it repeatedly."""
+    """Return a context for forward passes, in which the tensors saved by checkpointed layers move to pinned host
+    memory; on the CPU it changes nothing. With a device instead of a model, only nn.Parameters are recognised as
+    weights. A trainer should keep one `ActivationOffload` and enter it repeatedly."""
     return ActivationOffload(model) if enabled else nullcontext()
 
 
@@ -123,8 +122,8 @@ class Kept:
 
 
 class ActivationOffload:
-    """A reusable context around forward passes, which offloads saved tensors; host pages are reused each time. Backward
-    may run inside or outside of it, in any order, twice, or never: pages become free when the graph drops their tensor.
+    """A reusable context around forward passes, which offloads saved tensors and reuses its host pages. Backward may
+    run inside or outside of it, in any order, twice, or never: pages become free when the graph drops their tensor.
     `copies` replaces the CUDA side stream (for tests and fake tensors)."""
 
     def __init__(
@@ -163,7 +162,7 @@ class ActivationOffload:
                 self.hooks.pop().remove()
 
     def read_ahead(self, ahead: bool) -> None:
-        """Set whether the next tensor is prefetched while another is in use, which hides its copy but takes memory."""
+        """Set whether to prefetch the next tensor while another is in use. That hides the copy, but takes memory."""
         self.store.ahead = ahead
 
     @property
@@ -180,7 +179,7 @@ class ActivationOffload:
         self.store.pool.release()
 
     def pack(self, tensor: Tensor) -> Kept | Offloaded:
-        """Return the object that the graph stores for `tensor`; never `tensor` itself, which may refer to the graph."""
+        """Return the object that the graph stores for `tensor`. It is not `tensor`, which may refer to the graph."""
         stays = self.inside or not self.goes(tensor)
         return Kept(tensor.detach(), tensor._version) if stays else self.store.put(tensor)
 
@@ -224,7 +223,7 @@ def storage_id(tensor: Tensor) -> int:
 
 def storage_ids(model: nn.Module | None) -> set[int]:
     """Return the ids of the storages that a forward pass may save itself. Checkpointed layers in train mode are
-    skipped: they save only their inputs, and hold nearly all modules, so that a walk through them takes long."""
+    skipped: they save only their inputs, and a walk through them, which hold nearly all modules, would take long."""
     if model is None or (model.training and is_checkpointed(model)):
         return set()
     own = {storage_id(tensor) for tensor in (*model.parameters(recurse=False), *model.buffers(recurse=False))}

@@ -24,8 +24,8 @@ class HostEmbedding(nn.Module):
         self.known: Tensor | None = None  # see `knowing`
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Map ids (...) to (..., D) on their device. Without `knowing`, ids on a GPU are copied to the host, which
-        synchronizes."""
+        """Map ids (...) to (..., D) on their device. Outside `knowing`, ids on a GPU are first copied to the host,
+        which synchronizes."""
         known = self.known if self.known is not None and self.known.numel() == input_ids.numel() else None
         ids = input_ids.to("cpu") if known is None else known.view(input_ids.shape)
         if not input_ids.is_cuda:
@@ -76,7 +76,7 @@ def on_host(model: Any) -> list[HostEmbedding]:
 
 @contextmanager
 def knowing(embeddings: list[HostEmbedding], host_ids: Tensor | None) -> Iterator[None]:
-    """Give the embeddings the next pass's ids (T,) on the host within this context, which avoids a synchronization."""
+    """Inside this context, let the embeddings read the next pass's ids (T,) on the host, without a synchronization."""
     for table in embeddings:
         table.known = host_ids
     try:

@@ -55,7 +55,7 @@ class StreamCopies(Copies):
         self.pinned = True
 
     def page(self, num_bytes: int) -> Tensor:
-        """Allocate a pinned page; once the system has refused, with a warning, pages are pageable memory."""
+        """Allocate a pinned page. If the system refuses, warn, and allocate pageable memory from then on."""
         if self.pinned:
             try:
                 return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -92,8 +92,8 @@ class StreamCopies(Copies):
 
 
 class PagePool:
-    """A pool of pages. `return_pages` may be called at any time and from any thread, even by the garbage collector: per
-    page it does one deletion and one append."""
+    """A pool of pages. `return_pages` may be called at any time and from any thread, even by the garbage collector,
+    because it does only one deletion and one append per page."""
 
     def __init__(self, copies: Copies, page_bytes: int = PAGE_BYTES) -> None:
         self.copies, self.page_bytes = copies, page_bytes
@@ -117,13 +117,13 @@ class PagePool:
         return pages
 
     def return_pages(self, pages: Sequence[Tensor]) -> None:
-        """Mark pages as free; copies already started from or to them run before those of their next use."""
+        """Mark pages as free. Copies from or to them that have started will run before those of their next use."""
         for page in pages:
             del self.in_use[id(page)]
             self.free.append(page)
 
     def pairs(self, pages: Sequence[Tensor], flat: Tensor) -> Iterator[Pair]:
-        """Yield each page, cut to length, with its part of `flat` (N,), as bytes."""
+        """Yield each page, cut to the length needed, with the part of `flat` (N,) that it stores, both as bytes."""
         for page, part in zip(pages, flat.view(torch.uint8).split(self.page_bytes), strict=True):
             yield page[: len(part)], part
 

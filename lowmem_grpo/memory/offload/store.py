@@ -19,7 +19,7 @@ MAX_RESIDENT = 2
 @dataclass(eq=False)
 class Offloaded:
     """The graph's reference to an offloaded tensor: its pages on the host, and its size, stride and dtype. `storage` is
-    never read: holding it keeps its identity, which is a key in `HostStore.seen`, from being reused."""
+    never read. While it is referenced, its identity, a key in `HostStore.seen`, cannot be reused."""
 
     index: int  # increases in the order of forward
     pages: list[Tensor]
@@ -47,7 +47,8 @@ class Resident:
 
     @property
     def spoils(self) -> bool:
-        """True if the original was modified while its copy may have been running: the host may have either value."""
+        """True if the original was modified while it may still have been copied. The host may then have either value.
+        """
         return self.original and self.touched
 
 
@@ -71,7 +72,7 @@ class HostStore:
         self.upwards = False
 
     def put(self, tensor: Tensor) -> Offloaded:
-        """Start the copy of `tensor` to the host; a tensor that is there already, unchanged, is not copied again."""
+        """Start the copy of `tensor` to the host, unless it was copied before and has not changed since."""
         storage = StorageWeakRef(tensor.untyped_storage())
         key = (storage.cdata, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype, tensor._version)
         packed = self.seen.get(key)
@@ -91,7 +92,7 @@ class HostStore:
         return tensor
 
     def send(self, tensor: Tensor, storage: StorageWeakRef) -> Offloaded:
-        """Start the copy of a tensor to the host; the oldest residents leave the device first, to make room."""
+        """Start the copy of a tensor to the host. First drop the oldest tensors from the device, to make room."""
         while len(self.residents) >= (MAX_RESIDENT if self.ahead else 1):
             self.drop(next(iter(self.residents)))
         flat = tensor.detach().as_strided((span(tensor),), (1,), tensor.storage_offset())
@@ -124,7 +125,7 @@ class HostStore:
         return resident
 
     def following(self, index: int) -> Offloaded | None:
-        """Return the tensor that backward probably needs after `index`: the next unreturned one in the pass's order."""
+        """Return the tensor that backward probably needs after `index`: the next in its order, not yet returned."""
         if index in self.asked and self.asked.issuperset(self.live):
             self.start_backward()  # a second backward pass on a retained graph
         if index not in self.asked:
@@ -145,7 +146,7 @@ class HostStore:
             self.settle(resident)
 
     def settle(self, resident: Resident) -> None:
-        """Make the compute stream wait, once, for the copy that reads or writes a resident."""
+        """Make the compute stream wait for the copy that reads or writes this tensor, unless it does so already."""
         if not resident.settled:
             self.copies.wait(resident.ticket)
             resident.settled = True

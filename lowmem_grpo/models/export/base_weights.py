@@ -1,8 +1,8 @@
 """The frozen weights that are merged with an adapter, read one tensor at a time, by rows.
 
-`stored_weights` reads a checkpoint's safetensors files without loading the model. A weight that was in 4 bit or FP8 in
-training is first quantized like in the loader, because the adapter was trained on the quantized values. `live_weights`
-reads a loaded model, in any layout of its weights.
+`stored_weights` reads a checkpoint's safetensors files without loading the model. A weight that was held in 4 bit or
+FP8 in training is first quantized as in the loader, because the adapter was trained on the quantized values.
+`live_weights` reads a loaded model, in any layout of its weights.
 """
 
 import json
@@ -148,7 +148,7 @@ class TensorFiles:
         return tensor
 
     def plain(self, name: str) -> Weight:
-        """Return a tensor that loading does not quantize; floating-point values are cast to the dtype."""
+        """Return a tensor that loading does not quantize. Floating-point values are cast to `self.dtype`."""
         part = self.slice(name)
         read = self.slice if part.get_shape() else self.read  # a scalar has no slices
         return Weight(name, self.shape(name), INTEGERS.get(part.get_dtype(), self.dtype),
@@ -170,7 +170,7 @@ class TensorFiles:
         return self.quantized(name, self.shape(name), BLOCK_ROWS, read)
 
     def in_4bit(self, name: str) -> Weight:
-        """Return a tensor that bitsandbytes quantized to 4 bits, with its scales stored beside it."""
+        """Return a tensor that is stored in 4 bits, as bitsandbytes writes it, with its scales in tensors beside it."""
         parts = [other for other in self.places if other.startswith(f"{name}.")]
         described = json.loads(bytes(self.read(next(part for part in parts if STATE in part)).tolist()))
 
@@ -203,8 +203,8 @@ class TensorFiles:
         return self.quantized(name, shape, BLOCK_ROWS, read)
 
     def expert_stack(self, path: str, kind: str) -> FrozenStack:
-        """Read the matrices of all experts of a stack and quantize them like the loader, which quantizes the scales of
-        all experts at once."""
+        """Read the matrices of all experts of a stack and quantize them. As in the loader, all experts' scales are
+        quantized at once."""
         count = sum(f"{path}.{number}.{STACKS[kind][0]}.weight" in self.places for number in range(len(self.places)))
         tensors = [[self.read(f"{path}.{number}.{part}.weight").to(self.dtype) for number in range(count)]
                    for part in STACKS[kind]]
@@ -216,7 +216,7 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
     """Return every tensor of a stored model, with its values after loading in `dtype`. For a multimodal checkpoint,
     these are the tensors of its text model, renamed by `names`.
 
-    In a checkpoint in 16 or 32 bits, linear layers get the values that they have in `form` (NF4, FP8, ...).
+    If the checkpoint is in 16 or 32 bits, linear layers get the values that they have in `form` (NF4, FP8, ...).
     """
     files = TensorFiles(tensor_files(folder), dtype, device)
     whole = {name for name in files.places if name.partition(PARTS)[0] == name}

@@ -34,9 +34,9 @@ class Exported:
 
 @contextmanager
 def new_folder(done: Exported, overwrite: bool, source: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder. At the end it gets the export's record and becomes `done.folder`; after an error it is
-    deleted. It is created beside `done.folder`, or beside its target if that is a link. ExportError if `done.folder` is
-    taken or cannot be written."""
+    """Yield a new folder. At the end it gets the export's record and is renamed to `done.folder`; after an error it is
+    deleted. It is created beside `done.folder`, or beside the link's target if that is a link. ExportError if
+    `done.folder` is in use or cannot be written."""
     out = done.folder
     check_out(out, overwrite, source)
     final = out.resolve()  # a link cannot be renamed over, and stays
@@ -57,7 +57,7 @@ def new_folder(done: Exported, overwrite: bool, source: Path | None = None) -> I
 
 
 def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
-    """Raise ExportError unless `out` is free or empty, or is an earlier export and `overwrite` is True."""
+    """Raise ExportError unless `out` is free or an empty folder. With `overwrite` it may also be an earlier export."""
     if out.exists() and not out.is_dir():
         raise ExportError(f"{out} is a file; choose a folder for the export")
     if not out.is_dir() or not any(out.iterdir()):

@@ -116,8 +116,8 @@ def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
 
 
 def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> None:
-    """Merge a saved adapter into the stored base without loading the model. Only small models are loaded, to compare
-    logits."""
+    """Merge a saved adapter into the stored base without loading the model. A small model is loaded afterwards, to
+    compare its logits."""
     pairs = read_pairs(adapter.folder)
     record = settled(base_of_adapter(adapter.folder), settings, adapter.folder)
     name, form = str(record.model), form_of_weights(record.load_in_4bit, False, record.load_in_fp8)
@@ -169,7 +169,7 @@ def convert_merged(converter: gguf.Converter, merged: Path, kinds: list[str], do
 
 
 def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseRecord:
-    """Return the record with the settings applied. ExportError if the result lacks the base model or its form, or the
+    """Return the record with the settings applied. ExportError if the model or its form is still unknown, or the
     recorded dtype is not one of COMPUTED."""
     model = settings.base or record.model
     chosen: Any = record if settings.load_in_4bit is None and not settings.load_in_fp8 else settings

@@ -62,8 +62,8 @@ class Converter:
 
 
 def find_converter(llama_cpp: Path | None, kinds: Sequence[str] = ()) -> Converter:
-    """Return the programs for these GGUF types, from a folder of llama.cpp or from the PATH. GGUFError if one is
-    missing, with how to install it."""
+    """Return the programs that write these GGUF types, from a folder of llama.cpp or from the PATH. GGUFError if one is
+    missing; it says how to install it."""
     if find_spec("gguf") is None:
         raise GGUFError(PACKAGE)
     folder = llama_cpp.parent if llama_cpp is not None and llama_cpp.name == SCRIPT else llama_cpp
@@ -80,7 +80,7 @@ def find_converter(llama_cpp: Path | None, kinds: Sequence[str] = ()) -> Convert
 
 
 def program(folder: Path | None, name: str, *others: str) -> Path | None:
-    """Return the path of a llama.cpp program, one of the names in the folder or `name` on the PATH; None if missing."""
+    """Return the path of a llama.cpp program: any of these names in the folder, else `name` on the PATH, else None."""
     if folder is not None:
         path = next((folder / each for each in (name, *others) if (folder / each).is_file()), None)
         if path is not None or not others:

@@ -40,7 +40,7 @@ OTHERWISE = 1e-3  # share of elements that float32 may round to the neighbouring
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The LoRA update of a weight (out, in): scaling * b @ a."""
+    """The LoRA update of one weight (out, in): scaling * b @ a."""
 
     a: Tensor  # (r, in)
     b: Tensor  # (out, r)

@@ -1,7 +1,8 @@
 """Write the folder of a merged model (weights, config, tokenizer, generation config) and check it.
 
 For small models, logits are compared with those of base and adapter, both in float32. They may differ by a small
-multiple of the effect of 16-bit rounding, measured as the merged model's difference between float32 and its dtype.
+multiple of the effect of 16-bit rounding. This effect is measured: the difference between the merged model's logits in
+float32 and in its own dtype.
 """
 
 import copy
@@ -123,7 +124,7 @@ def write_files(merge: Merge, temp: Path, done: Exported) -> None:
 
 def compare(merge: Merge, temp: Path, done: Exported) -> None:
     """Load a merged model with transformers, compare its logits with the reference, and add the root mean squares over
-    all positions and tokens to the export's checks. MergeError if they differ by more than rounding explains."""
+    all positions and tokens to the export's checks. MergeError if the logits differ by more than rounding explains."""
     prompts = [merge.tokenizer(text, return_tensors="pt").input_ids.to(merge.device) for text in TEXTS]
     reference = merge.reference()
     wanted = [reference(ids).float() for ids in prompts]
@@ -183,7 +184,7 @@ def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: 
 
 
 def live_logits(model: Any) -> Logits:
-    """Return a function for the current logits of a loaded model; each call restores the training mode."""
+    """Return a function that computes the current logits of a loaded model and then restores its training mode."""
     def logits(ids: Tensor) -> Tensor:
         with evaluating(model), torch.no_grad():
             result: Tensor = model(input_ids=ids).logits

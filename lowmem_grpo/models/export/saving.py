@@ -120,8 +120,8 @@ def method_of(save_method: str | None) -> str:
 
 def uploaded(repo: str, save: Any, token: str | bool | None, private: bool | None, message: str | None,
              api: Any) -> str:
-    """Call `save` with a temporary folder, upload the folder and return the commit's URL. If the name has no owner, it
-    is the user. The folder is kept only if the upload fails."""
+    """Call `save` with a temporary folder, upload the folder and return the commit's URL. If `repo` names no owner, the
+    owner is the user. The folder is kept only if the upload fails."""
     api = api or client(token if isinstance(token, str) and token else None)
     repo = full_name(repo, api=api)
     check_repo(repo)
