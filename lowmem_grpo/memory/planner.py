@@ -229,8 +229,8 @@ def steps_down(asked: RunSettings, device: Device) -> list[Step]:
 
 
 def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
-    """Return steps from `most` to `least` of the longest sequences in a micro-batch, each by at most an eighth, or by
-    one sequence."""
+    """Return steps from `most` to `least` of the longest sequences in a micro-batch, each by an eighth at most, or by
+    one."""
     steps, count = list[Step](), most
     while count > least:
         count = max(least, count - max(1, count // 8))

@@ -275,7 +275,7 @@ class StepTime:
         return moved + paged + tensors * OPTIMIZER_US_PER_TENSOR * 1e-6
 
     def copies(self, forward: float, backward: float) -> float:
-        """Return the seconds of copying layer inputs to the host and back that are not hidden behind a pass."""
+        """Return the seconds of copying layer inputs to the host and back, except those that overlap with a pass."""
         if self.settings.checkpointing != "offload":
             return 0.0
         inputs = 2 * self.work.places * self.shape.hidden * self.shape.layers * self.recomputed
