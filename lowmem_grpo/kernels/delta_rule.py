@@ -117,7 +117,7 @@ def by_fla(
 
 @cache
 def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether fla's kernels agree with the token-by-token rule, gradients too, once tried per card and dtype."""
+    """Return whether fla's kernels agree with the token-by-token rule, gradients too; tried once per card and dtype."""
     runs, outcomes = VarlenSequences((70, 3, 0, 60), device), []
     with torch.enable_grad():
         inputs = example(runs, device, dtype)

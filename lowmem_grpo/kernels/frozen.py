@@ -164,7 +164,8 @@ def project_back_each(
 
 
 def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, dequantized rows) in the dtype of `like`: equal bands in one buffer, or all rows if kept."""
+    """Yield (first row, dequantized rows) in the dtype of `like`: equal bands in one buffer, or all if `WIDE` is set.
+    """
     wide = wide_weights()
     if wide is not None and len(like) > wide.few:
         yield 0, wide.dequantized(weight, like)
@@ -192,8 +193,7 @@ def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, T
 
 
 def even_step(count: int, size: int, unit: int) -> int:
-    """Return the rows or columns in a band, a multiple of `unit`. The `count` of them, of `size` bytes each, are cut
-    evenly."""
+    """Return the rows or columns in a band, a multiple of `unit`. All `count`, of `size` bytes each, are cut evenly."""
     bands = max(1, math.ceil(count * size / BAND_BYTES))
     return max(1, math.ceil(count / bands / unit)) * unit
 
@@ -308,7 +308,7 @@ class FrozenStack:
         return self.weight[part] if isinstance(self.weight, Tensor) else self.weight.rows(part.start, part.stop)
 
     def fill(self, out: Tensor, number: int) -> Tensor:
-        """Return an expert's weight (out, in) in the dtype of `out`: a view if it is stored in that, else `out`,
+        """Return an expert's weight (out, in) in the dtype of `out`: a view if stored in that dtype, else `out`,
         filled."""
         part = self.expert(number)
         if isinstance(part, Tensor):

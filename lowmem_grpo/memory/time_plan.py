@@ -288,7 +288,7 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
     """Return whether a card decodes M sequences of at most `tokens` tokens faster, by at least the share `WORTH`, if it
     has dequantized weights beside the codes (which steps of few rows still read). The data sheet gives an estimate.
     Without one the result is True for vLLM, and False for our own engine, which may have to record its CUDA graphs in
-    each step. `sleeps` says whether it does, (with codes, with 16 bits)."""
+    each step. `sleeps` says whether it has to, first with codes, then with 16 bits."""
     name = cards.card_of(card)
     settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=sleeps[0])
     if name is None:
