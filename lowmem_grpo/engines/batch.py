@@ -86,7 +86,7 @@ class Batch:
     state: DecodeState
 
     def __init__(self, generation: GenerationState, stops: StopCriteria, waiting: deque[int], size: int) -> None:
-        """`waiting` holds the rows that are still to enter."""
+        """Make an empty batch. `waiting` holds the rows that are still to enter."""
         self.generation, self.stops, self.waiting, self.size = generation, stops, waiting, size
         self.rows: list[int] = []  # the unfinished rows; after an error, the rows to resume
         self.since = 0  # tokens that each row has drawn since `find_done` last asked the device

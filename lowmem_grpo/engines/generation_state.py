@@ -200,7 +200,8 @@ class GenerationState:
                 self.prompt_routes.setdefault(row, routes)  # resumed rows keep the routes of their first pass
 
     def keep_routes(self, rows: Tensor, counts: Tensor, fed: Tensor | None) -> None:
-        """Record the routes of each row's last drawn token, number `counts`: the last in `fed` (B, S, layers, k)."""
+        """Record the routes of each row's last sampled token, which has the number `counts`. They are the last in `fed`
+        (B, S, layers, k)."""
         if fed is None:
             return
         if self.routes is None:

@@ -229,7 +229,7 @@ class GrowingCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Store the last inputs of a layer's convolution; the first call makes the layer. Return all its inputs."""
+        """Store a layer's last convolution inputs, and return old and new ones. The first call makes the layer."""
         if layer_idx == len(self.layers):
             self.layers.append(StateLayer())
         whole: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)

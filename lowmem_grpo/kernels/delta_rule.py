@@ -117,8 +117,7 @@ def by_fla(
 
 @cache
 def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether fla's kernels agree with the token-by-token rule, gradients too. Each card and dtype is tried
-    once."""
+    """Return whether fla's kernels agree with the token-by-token rule, gradients too; tried once per card and dtype."""
     runs, outcomes = VarlenSequences((70, 3, 0, 60), device), []
     with torch.enable_grad():
         inputs = example(runs, device, dtype)
@@ -147,8 +146,8 @@ def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> 
 def delta_step(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run the rule on one token of each of B rows, with shapes as in `delta_rule`, B in place of T. Return (B, H, V)
-    and the next states (B, H, K, V)."""
+    """Run the rule on one token of each of B rows; B replaces T. Return o (B, H, V) and the next states (B, H, K, V).
+    """
     groups, dtype = value.shape[1] // key.shape[1], state.dtype
     query, key = (normed(x.to(dtype)).repeat_interleave(groups, 1) for x in (query, key))
     state = state * g.to(dtype).exp()[..., None, None]

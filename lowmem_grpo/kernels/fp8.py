@@ -129,8 +129,7 @@ def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def spread_scales(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """Return the scale of each weight in a part of this `shape`, which begins with a block. For scales by row this is
-    (rows, 1)."""
+    """Return the scales of a part of this shape that begins with a block, one per weight, or (rows, 1) if by row."""
     spread = scales.repeat_interleave(block[0], 0)[: shape[0]] if block[0] > 1 else scales
     return spread if scales.shape[1] == 1 else spread.repeat_interleave(block[1], 1)[:, : shape[1]]
 

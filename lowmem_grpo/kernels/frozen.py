@@ -124,7 +124,8 @@ def project_bands(
 
 
 def crossings(features: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (number, rows' slice in the matrix, their slice in the band) of each matrix with rows in [start, stop)."""
+    """Yield, for each matrix with rows in [start, stop): its number, the rows' slice in it, and their slice in the
+    band."""
     first = 0
     for number, size in enumerate(features):
         begin, end = max(start, first), min(stop, first + size)
@@ -163,8 +164,8 @@ def project_back_each(
 
 
 def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, dequantized rows) in the dtype of `like`: equal bands in one buffer. A weight that is kept
-    dequantized is yielded whole."""
+    """Yield (first row, dequantized rows) in the dtype of `like`: equal bands in one buffer, or all if `WIDE` is set.
+    """
     wide = wide_weights()
     if wide is not None and len(like) > wide.few:
         yield 0, wide.dequantized(weight, like)
@@ -192,7 +193,7 @@ def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, T
 
 
 def even_step(count: int, size: int, unit: int) -> int:
-    """Return how many of `count` rows or columns of `size` bytes a band has: a multiple of `unit`, in equal bands."""
+    """Return the rows or columns in a band, a multiple of `unit`. All `count`, of `size` bytes each, are cut evenly."""
     bands = max(1, math.ceil(count * size / BAND_BYTES))
     return max(1, math.ceil(count / bands / unit)) * unit
 
@@ -207,14 +208,14 @@ def frozen_weight(weight: Any) -> FrozenWeight:
 
 
 def check_frozen(weight: FrozenWeight) -> None:
-    """Raise ValueError for a weight that is trained: it would get no gradient."""
+    """Raise ValueError for a weight that requires a gradient, since it would get none."""
     if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
         raise ValueError("the weights are frozen: call weight.requires_grad_(False) and train LoRA")
 
 
 def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + bias (..., out) for x (..., in) of any floating dtype, to which codes are decoded. The backward
-    pass decodes them again, so nothing is saved for it. The weight gets no gradient; a bias may get one. ValueError if
+    pass decodes them again, so nothing is saved for it. A bias may get a gradient, the weight none. ValueError if
     shapes do not fit."""
     weight = frozen_weight(weight)
     check_tensors({"bias": bias}, x=x)
@@ -307,8 +308,8 @@ class FrozenStack:
         return self.weight[part] if isinstance(self.weight, Tensor) else self.weight.rows(part.start, part.stop)
 
     def fill(self, out: Tensor, number: int) -> Tensor:
-        """Return an expert's weight (out, in) in the dtype of `out`. It is a view if stored in that dtype, and
-        otherwise written to `out`."""
+        """Return an expert's weight (out, in) in the dtype of `out`: a view if stored in that dtype, else `out`,
+        filled."""
         part = self.expert(number)
         if isinstance(part, Tensor):
             return part if part.dtype == out.dtype else out.copy_(part)

@@ -52,8 +52,7 @@ def gradients_ref(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
 
 
 def launch_rule(columns: int) -> Launch:
-    """Return a launch of 1,024 entries per program, eight per thread. No two threads share an entry, so writing in
-    place is safe."""
+    """Return a launch of 1,024 entries per program, eight per thread. As none is shared, writing in place is safe."""
     block = 1024 if columns > 256 else 256 if columns > 64 else 64
     return Launch({"BLOCK_N": 1024 // block, "BLOCK_F": block}, num_warps=4, num_stages=1)
 
@@ -118,8 +117,7 @@ def glu_bwd_kernel(
 def launch_bwd(
     grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, activation: str, product: bool
 ) -> None:
-    """Write grad_gate and grad_up; their buffers may be those of gate and up. With `product`, write act(gate) * up over
-    grad."""
+    """Write grad_gate and grad_up, possibly over gate and up. With `product`, write act(gate) * up over `grad`."""
     rows, columns = gate.shape
     launch = launch_rule(columns)
     glu_bwd_kernel[grid(rows, columns, launch)](

@@ -59,8 +59,7 @@ def kernels_take(logits: Tensor) -> bool:
 
 
 def packed_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a view (R, V) of `dtype` on float32 logits (R, V). For a 16-bit dtype it is the first half of each row's
-    bytes."""
+    """Return a view (R, V) of `dtype` on float32 logits (R, V). A 16-bit dtype takes the first half of each row."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 
@@ -70,8 +69,7 @@ def floor_(logits: Tensor) -> Tensor:
 
 
 def row_dot(left: Tensor, right: Tensor) -> Tensor:
-    """Return the dot products (R,) of the rows of two tensors (R, V). They are taken by bands, without an (R, V)
-    buffer."""
+    """Return the dot products (R,) of the rows of two tensors (R, V), taken by bands to avoid a buffer (R, V)."""
     bands = zip(left.split(DOT_COLUMNS, 1), right.split(DOT_COLUMNS, 1), strict=True)
     return torch.stack([torch.linalg.vecdot(*band) for band in bands]).sum(0)
 

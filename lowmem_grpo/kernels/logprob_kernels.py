@@ -140,8 +140,7 @@ def logprob_rows_triton(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Launch the kernel, one program per row; return (4, R). With `gradient_dtype`, the gradient overwrites the logits.
-    """
+    """Launch the kernel, one program per row; return (4, R). A gradient, if wanted, overwrites the logits."""
     rows, vocabulary = logits.shape
     results = torch.empty(4, rows, dtype=logits.dtype, device=logits.device)
     gradient = packed_gradient(logits, gradient_dtype or logits.dtype)

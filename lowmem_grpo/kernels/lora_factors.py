@@ -59,8 +59,8 @@ class Factors:
         return low
 
     def grad_low(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Return d_low (N, sum of r_i) from the dy_i (N, out_i). Where a dy_i is None, it has zeros; if all are, return
-        None."""
+        """Return d_low (N, sum of r_i) from the dy_i (N, out_i). A dy_i that is None gives zeros. Return None if all
+        are."""
         like = next((grad for grad, b in zip(grads, self.b, strict=True) if grad is not None and b is not None), None)
         if like is None:
             return None
@@ -75,8 +75,7 @@ class Factors:
         return d_low
 
     def gradients(self, grads: Sequence[Tensor | None], d_low: Tensor, x: Tensor) -> list[Tensor | None]:
-        """Return [dA_i, dB_i of each layer] in float32 (float64 if x is). Both are None without LoRA or without dy_i.
-        """
+        """Return [dA_i, dB_i of each layer] in float32 (float64 if x is); both None without LoRA or without dy_i."""
         low, grad_a = self.scaled_low(x), matmul_fp32(d_low.T, x)
         gradients: list[Tensor | None] = []
         for grad, b, columns in zip(grads, self.b, self.columns, strict=True):
@@ -132,8 +131,7 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
-    """Return `find()`. Inside `kept_factors`, call it once per key. `what`, whose ids are in the key, is then kept too.
-    """
+    """Return `find()`. Inside `kept_factors`, call it once per key, and keep `what`, whose ids are in the key."""
     kept = KEPT.get()
     if kept is None:
         return find()
@@ -143,7 +141,7 @@ def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
 
 
 def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
-    """Return the factors of each group of layers on one input; None for a group without LoRA. One launch converts all.
+    """Return the factors of each group of layers on one input, None for a group without LoRA. One launch converts all.
     """
     copies: Copies = []
     factors = [factors_of_group(group, dtype, copies) for group in groups]

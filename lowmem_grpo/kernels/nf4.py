@@ -134,8 +134,8 @@ class NF4Weight:
         return tensor.expand_as(self.nested_absmax) if name == "offset" else tensor
 
     def rows(self, start: int, stop: int) -> "NF4Weight":
-        """Return rows `start` to `stop` as a view. A block must begin at `start`; if blocksize divides `in`, one does
-        at each row."""
+        """Return rows `start` to `stop` as a view. `start` must begin a block, as each row does if blocksize divides
+        `in`."""
         columns, size = self.shape[1], self.blocksize
         if not 0 <= start <= stop <= self.shape[0] or start * columns % size:
             raise ValueError(f"rows {start} to {stop} of {self.shape} in blocks of {size} do not begin with a block")

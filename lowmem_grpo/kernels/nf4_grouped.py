@@ -70,8 +70,8 @@ def grouped_launch(block: int) -> Launch:
 @triton.jit
 def tile_of(order_ptr, ends_ptr, tiles_ptr, experts, tile, BLOCK_M: tl.constexpr, STEPS: tl.constexpr):
     """Return the expert of a tile, its places, and which of them exist. A binary search finds the last expert whose
-    first tile is this one or an earlier one. An expert without tiles begins at the same tile as the next, and so is
-    skipped."""
+    first tile is this one or an earlier one. Experts without tiles begin where the next one does, and so are skipped.
+    """
     expert = tl.zeros((), tl.int64)
     for step in tl.static_range(STEPS):
         other = expert + (1 << (STEPS - 1 - step))

@@ -44,8 +44,8 @@ def nf4_linear(
 
     weight: an NF4Weight or a Params4bit. lora_a (r, in) and lora_b (out, r): of any floating dtype, which their
     gradients have too. For S adjacent matrices both are stacked, with equal ranks: lora_a (S * r, in), lora_b (out, r);
-    `lora_linear` takes them apart. scale: a number, or a tensor () on the device of x, which is never copied to the
-    host. bias (out,). Raises ValueError if an argument does not fit.
+    `lora_linear` takes them separately. scale: a number, or a tensor () on the device of x, which is never copied to
+    the host. bias (out,). Raises ValueError if an argument does not fit.
     """
     weight = weight if isinstance(weight, NF4Weight) else NF4Weight.from_bitsandbytes(weight)
     check_arguments(x, weight, lora_a, lora_b, scale, bias)

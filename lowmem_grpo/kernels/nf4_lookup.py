@@ -39,7 +39,8 @@ def lookup_high(packed, table_address):
 
 @triton.jit
 def lookup_low(packed, table_address):
-    """Return code[packed & 15] in float32. A shuffle reads five bits of the lane number; the fifth changes nothing."""
+    """Return code[packed & 15] in float32. A shuffle reads five bits of the lane number; lanes that differ in the fifth
+    hold the same entry."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 entry, lane;
@@ -65,7 +66,7 @@ def block_scale(
     byte, mask, absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride, block_shift, first_block,
     nested_shift, NESTED: tl.constexpr,
 ):
-    """Return the float32 scale of the block that holds each of `byte`; a block has 2**block_shift bytes."""
+    """Return the float32 scale of the block in which each `byte` lies. A block has 2**block_shift bytes."""
     block = byte >> block_shift
     if NESTED:
         group = (block + first_block) >> nested_shift
@@ -77,7 +78,7 @@ def block_scale(
 
 
 def weight_arguments(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-    """Return the pointers into a weight (the table's for unread tensors) and the numbers for `block_scale`."""
+    """Return the pointers to a weight's tensors (the table's for unread ones) and the numbers for `block_scale`."""
     _, blocksize, nested_blocksize, first_block = sizes
     nested = tensors[3:] or [tensors[2]] * 3
     stride = nested[2].ndim if len(tensors) > 3 else 0  # one offset, or one for each nested block

@@ -55,8 +55,7 @@ def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def packed_to_padded_cpu(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
-    """Return each x (T, H, K) as y (S, H, W, K). With `places`, a token is copied to its place only, and y is 0
-    elsewhere."""
+    """Return each x (T, H, K) as y (S, H, W, K). With `places`, each token is at its place only, and the rest is 0."""
     if places is None:
         return packed_to_padded_ref(packed, sources, width)
     return laid_side_by_side([sum_rows(part, places, len(sources)) for part in packed], width)
@@ -141,7 +140,7 @@ def sum_copies_kernel(
 
 
 def three(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Return three tensors with adjacent last dimension, and their numbers of heads: 0 for a missing tensor."""
+    """Return three tensors with a contiguous last dimension, and their numbers of heads. A missing tensor has 0."""
     near = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
     return near + near[:1] * (3 - len(near)), [tensor.shape[1] for tensor in near] + [0] * (3 - len(near))
 

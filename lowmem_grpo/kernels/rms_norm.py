@@ -139,8 +139,7 @@ def rms_norm_bwd_kernel(
 def new_results(
     x: Tensor, weight: Tensor, residual: Tensor | None, offset: float, round_once: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised y (N, D), residual + x (N, D; empty without residual) and rstd (N,). With a float32 weight,
-    y may be float32."""
+    """Return uninitialised y (N, D), residual + x (N, D) or empty, rstd (N,). A float32 weight may make y float32."""
     dtype = x.dtype if offset or round_once else torch.promote_types(x.dtype, weight.dtype)
     rstd = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(0 if residual is None else x.shape), rstd

@@ -29,8 +29,7 @@ def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: boo
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
-    """Return x (..., D) rotated by cos and sin (..., R), which broadcast over heads. With `backward`, apply the
-    adjoint."""
+    """Return x (..., D) rotated by cos and sin (..., R), which broadcast over heads. `backward` gives the adjoint."""
     turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     half = cos.shape[-1] // 2
     if backward:

@@ -68,8 +68,7 @@ class Variant:
 
 
 def types_of(kernel: Any, dtype: torch.dtype, **others: str) -> dict[str, str]:
-    """Return the Triton types of run-time arguments: those in `others`, and for the rest a pointer to `dtype` or an
-    integer."""
+    """Return the Triton types of run-time arguments: pointers to `dtype` and integers, unless `others` has a type."""
     names = [name for name in kernel.arg_names if len(name) == 1 or not name.isupper()]
     value = "*" + TRITON_TYPES[dtype]
     return {name: value if name.endswith("_ptr") else "i32" for name in names} | others

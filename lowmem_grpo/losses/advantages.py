@@ -271,7 +271,7 @@ def summed_rewards(rewards: Tensor, weights: Tensor, settings: AdvantageSettings
 
 
 def normalized(advantages: Tensor) -> Tensor:
-    """Return advantages (P, G) minus their mean, divided by their std, both over those that are not NaN."""
+    """Return advantages (P, G) minus their mean, divided by their std. NaN advantages count in neither."""
     return (advantages - advantages.nanmean()) / (batch_std(advantages) + STD_EPSILON)
 
 

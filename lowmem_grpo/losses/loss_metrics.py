@@ -87,8 +87,7 @@ FIRST_WORDS = ("clip_ratio", "cispo_clip_ratio", "vespo")  # begin the names of 
 
 
 def report_correction(correction: Tensor, tokens: LossTokens, report: Report) -> None:
-    """Report min, mean and max of the weights (N,) for the sampler's mismatch, over sequences if each has one weight.
-    """
+    """Report min, mean and max of the weights (N,) for the sampler's mismatch, by sequence if each has one weight."""
     values = of_sequences(correction, tokens) if tokens.correction_is_per_sequence else correction
     report.mean("sampling/importance_sampling_ratio/mean", values)
     report.extremes("sampling/importance_sampling_ratio/", values, "min", "max")

@@ -127,8 +127,7 @@ class LossSettings:
                 raise ValueError(f"delta is {options['delta']}; it must be above 1 + epsilon_high = {upper}")
 
     def check_entropy(self) -> None:
-        """Raise ValueError for entropy options without effect, and for a token mask if a completion has only one ratio.
-        """
+        """Raise ValueError for entropy options without effect, and for a token mask if a completion has one ratio."""
         if self.top_entropy_quantile < 1 and self.whole_sequences:
             raise ValueError(f"top_entropy_quantile is {self.top_entropy_quantile}, and {self.whole_sequences} has one "
                              "ratio for all tokens of a completion, which a mask over tokens would break up; use "

@@ -92,7 +92,8 @@ class Objective:
         """Receive all rollouts of an update that begins, and the version of its policy."""
 
     def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
-        """Receive an update's rollouts once their needed fields are filled, and the groups that hold them."""
+        """Receive an update's rollouts, once the fields of `needed_before` are filled, and the groups that hold them.
+        """
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the rollouts whose tokens count in the step's means."""
@@ -103,8 +104,7 @@ class Objective:
         return rollouts
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        """Return this micro-batch's share of the step's loss; logprobs and entropy (N,) are those of its trained
-        tokens."""
+        """Return this micro-batch's share of the step's loss; logprobs and entropy (N,) are for its trained tokens."""
         raise NotImplementedError
 
     @property

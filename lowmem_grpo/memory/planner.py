@@ -120,7 +120,7 @@ def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
-    """Return the plan with all of a micro-batch in one MLP tile, if there is room. Else an H100 waits for the host."""
+    """Return the plan with a micro-batch in one MLP tile, if there is room: with more, an H100 waits for the host."""
     settings = draft.settings
     if asked.mlp_tile is not None or settings.mlp_tile != TILES[0] or (settings.max_tokens or 0) <= TILES[0]:
         return draft
@@ -164,7 +164,7 @@ def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryP
 
 
 def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, known: bool) -> Iterator[MemoryPlan]:
-    """Yield plans in which as many layers are kept as have room. They lay less side by side and, on a known card, have
+    """Yield plans that keep as many layers as have room. Each next one has a smaller spread or, on a known card,
     smaller micro-batches, until a plan keeps all layers."""
     settings, wide = draft.settings, draft.settings.spread or 0.0
     most = settings.max_tokens or settings.context  # the user's may be below the context
@@ -229,8 +229,8 @@ def steps_down(asked: RunSettings, device: Device) -> list[Step]:
 
 
 def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
-    """Return steps from `most` to `least` of the longest sequences in a micro-batch, each by at most an eighth, or by
-    one sequence."""
+    """Return steps from `most` to `least` of the longest sequences in a micro-batch, each by an eighth at most, or by
+    one."""
     steps, count = list[Step](), most
     while count > least:
         count = max(least, count - max(1, count // 8))

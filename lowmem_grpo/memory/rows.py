@@ -55,8 +55,8 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
 
 
 def recorded(shape: ModelShape) -> bool:
-    """Return whether our own engine can record decode steps as CUDA graphs. It cannot with delta nets, experts or
-    layers that share keys."""
+    """Return whether our own engine can record decode steps as CUDA graphs. It cannot if layers share keys, or for
+    delta nets or experts."""
     return not (shape.delta or shape.experts or shape.forms)
 
 

@@ -275,7 +275,7 @@ class StepTime:
         return moved + paged + tensors * OPTIMIZER_US_PER_TENSOR * 1e-6
 
     def copies(self, forward: float, backward: float) -> float:
-        """Return the seconds of copying layer inputs to the host and back that are not hidden behind a pass."""
+        """Return the seconds of copying layer inputs to the host and back, except those that overlap with a pass."""
         if self.settings.checkpointing != "offload":
             return 0.0
         inputs = 2 * self.work.places * self.shape.hidden * self.shape.layers * self.recomputed
@@ -288,7 +288,7 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
     """Return whether a card decodes M sequences of at most `tokens` tokens faster, by at least the share `WORTH`, if it
     has dequantized weights beside the codes (which steps of few rows still read). The data sheet gives an estimate.
     Without one the result is True for vLLM, and False for our own engine, which may have to record its CUDA graphs in
-    each step. `sleeps` says whether it does, (with codes, with 16 bits)."""
+    each step. `sleeps` says whether it has to, first with codes, then with 16 bits."""
     name = cards.card_of(card)
     settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=sleeps[0])
     if name is None:

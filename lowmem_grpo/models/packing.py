@@ -103,8 +103,8 @@ def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> 
 
 def shared(prompt: list[int] | None, of_group: list[int],
            repeated: set[Ids]) -> tuple[list[int], list[int], Ids | None]:
-    """Return the part of a sequence's prompt that others share, the rest of it, and a key of the shared part, which is
-    None for the group's prompt."""
+    """Return the part of a sequence's prompt that others share, the rest of it, and that part's key (None: the
+    group's)."""
     if prompt is None or prompt == of_group:
         return of_group, [], None
     if tuple(prompt) not in repeated and prompt[: len(of_group)] == of_group:

@@ -75,7 +75,7 @@ class Routes:
 
 
 def one_prompt(rollouts: list[Rollout], prompt: list[int]) -> list[Rollout]:
-    """Return the rollouts; those whose prompt has the first one's routes now share their memory for these."""
+    """Let rollouts share the first one's memory for the prompt's routes if theirs are equal. Return all rollouts."""
     first = rollouts[0].routes
     for rollout in rollouts if first is not None else []:
         known, own = first.cut(0, len(prompt)), rollout.routes.cut(0, len(prompt))

@@ -48,8 +48,8 @@ LENT: list[WeightSharing] = []  # the last entry serves vLLM's registries, which
 
 @contextmanager
 def lending(loan: WeightSharing) -> Iterator[None]:
-    """Make the tensors of `loan` the ones that vLLM's layers get in this context. vLLM's registries make our objects by
-    name, so these cannot be passed the tensors."""
+    """Let the objects that vLLM makes for us in this context use the trainer's tensors from `loan`. vLLM makes them by
+    name, through its registries, and passes them no tensors."""
     LENT.append(loan)
     try:
         yield

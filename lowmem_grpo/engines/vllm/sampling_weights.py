@@ -31,8 +31,8 @@ Loras = Mapping[str, Sequence[LoRA | None]]  # by engine layer, one per trainer 
 
 
 def active_in(modules: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return the name of the active adapter of modules, given by path (None if no layer has one), and whether peft has
-    disabled it. BorrowError if several are active, or it is disabled in only some layers."""
+    """Return the name of the active adapter in `modules` (None if no layer has one), and whether peft has disabled it.
+    BorrowError if several are active, or it is disabled in only some layers."""
     names = {name for module in modules.values() for name in active_names(module)}
     if len(names) > 1:
         raise BorrowError(f"adapters {sorted(names)} are active at once; an engine samples with one. Choose it with "

@@ -59,7 +59,7 @@ class Product:
     """One matrix, or several that are adjacent in memory: x (N, in) -> (N, sum of out), with biases and LoRA.
 
     For few rows on a card, a quantized weight takes two kernel launches if all its matrices have LoRA of the same rank
-    and scale. If the dequantized weight, `wide`, is set, inputs of more than `few` rows use it.
+    and scale. `wide` may hold the dequantized weight, which inputs of more than `few` rows then use.
     """
 
     def __init__(self, weight: FrozenWeight, features: list[int], biases: list[Tensor | None], loras: list[LoRA | None],

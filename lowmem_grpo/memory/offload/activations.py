@@ -82,8 +82,7 @@ def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether a module is a layer with checkpointing on. A whole model may have the same flag, but does not
-    count."""
+    """Return whether a module is a layer with checkpointing on. A whole model with the same flag does not count."""
     flag = bool(getattr(module, "gradient_checkpointing", False))
     return flag and not hasattr(module, "gradient_checkpointing_enable")
 

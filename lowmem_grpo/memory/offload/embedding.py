@@ -24,8 +24,8 @@ class HostEmbedding(nn.Module):
         self.known: Tensor | None = None  # see `knowing`
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Map ids (...) to (..., D) on their device. Outside `knowing`, ids on a GPU are first copied to the host,
-        which synchronizes."""
+        """Map ids (...) to (..., D) on their device. Without `knowing`, ids on a GPU are copied to the host, which
+        synchronizes."""
         known = self.known if self.known is not None and self.known.numel() == input_ids.numel() else None
         ids = input_ids.to("cpu") if known is None else known.view(input_ids.shape)
         if not input_ids.is_cuda:

@@ -47,8 +47,7 @@ class Resident:
 
     @property
     def spoils(self) -> bool:
-        """True if the original was modified while it may still have been copied. The host may then have either value.
-        """
+        """True if the original was modified while its copy may have been running, so the host may have either value."""
         return self.original and self.touched
 
 
@@ -152,7 +151,7 @@ class HostStore:
             resident.settled = True
 
     def forget(self, index: int, pages: list[Tensor]) -> None:
-        """Return the pages of a tensor that is no longer referenced to the pool."""
+        """Give the pool back the pages of a tensor that nothing references any more."""
         self.pool.return_pages(pages)
         self.drop(index)
 

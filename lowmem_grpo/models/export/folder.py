@@ -57,7 +57,7 @@ def new_folder(done: Exported, overwrite: bool, source: Path | None = None) -> I
 
 
 def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
-    """Raise ExportError unless `out` is free or an empty folder. With `overwrite` it may also be an earlier export."""
+    """Raise ExportError if `out` is a file or a folder with files. With `overwrite`, it may hold an earlier export."""
     if out.exists() and not out.is_dir():
         raise ExportError(f"{out} is a file; choose a folder for the export")
     if not out.is_dir() or not any(out.iterdir()):
