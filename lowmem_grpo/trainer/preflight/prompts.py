@@ -52,9 +52,9 @@ def unusable(subject: Subject) -> Iterator[Finding]:
 
 
 def too_long(subject: Subject) -> Iterator[Finding]:
-    """Find rows that are skipped because the prompt is longer than `max_prompt_length` (by default the context minus
-    `max_completion_length`), or because the row of SFTTrainer is longer than `max_length`; only a warning if other rows
-    are left, and a note if long rows are truncated."""
+    """Find rows that are skipped because the prompt is longer than `max_prompt_length`, or in SFTTrainer because the
+    row is longer than `max_length`; only a warning if other rows are left, and a note if long rows are truncated. By
+    default, `max_prompt_length` is the context minus `max_completion_length`."""
     sample, args = subject.sample, subject.args
     long = [looked.tokens for looked in sample.usable if looked.tokens > sample.limit]
     if not long:

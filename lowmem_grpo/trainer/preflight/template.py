@@ -192,8 +192,8 @@ def names_of_ends(subject: Subject) -> str:
 
 
 def endless(subject: Subject) -> Iterator[Finding]:
-    """Find fine-tuning rows with an answer that is trained without an end token; only a warning if another answer of
-    the row has an end token, or if the rows are token ids."""
+    """Find rows with an answer that is trained without an end token; only a warning if another answer of the row has
+    an end token, or if the rows are token ids."""
     ended = [[bool(subject.end_ids & {*answer}) for answer in answers(example)]
              for looked in subject.sample.fitting for example in each_of(looked.prompt)]
     never = "warning" if subject.sample.encoder.column == "input_ids" else "error"
