@@ -28,7 +28,7 @@ An algorithm is a [loss type](#loss-types-loss_type) with an [advantage estimato
     GRPOConfig(loss_type="dapo", advantage_estimator="reinforce++", beta=0.01)             # REINFORCE++
     GRPOConfig(loss_type="dapo", advantage_estimator="remax")                              # ReMax
     GRPOConfig(loss_type="dapo", multi_objective_aggregation="normalize_then_sum")         # GDPO
-    GRPOConfig(loss_type="dapo", off_policy_mask_threshold=0.5, use_bias_correction_kl=True, beta=0.01)  # DeepSeek-V3.2
+    GRPOConfig(loss_type="dapo", off_policy_mask_threshold=0.5, beta=0.01)                 # DeepSeek-V3.2
 
 Each entry below has three lines: formula or rule, use, and source.
 
@@ -73,8 +73,8 @@ Two terms can be added to every loss:
     - `kl_estimator` chooses the estimate. With `d = logp - ref`, "k1" is `d`, "k2" is `d^2 / 2`, and "k3" (default) is
       `exp(-d) - 1 + d`.
     - With `use_bias_correction_kl=True`, the default, the estimate is multiplied by `w`.
-    - `RLOOConfig` and `advantage_estimator="reinforce++"` subtract the KL term from the reward, and do not add it to
-      the loss.
+    - Exception: with `RLOOConfig` or `advantage_estimator="reinforce++"`, the loss has no KL term. Instead, `beta` times
+      the sum of "k1" over tokens is subtracted from the reward.
 - `-entropy_coef` times the mean entropy of the tokens.
 
 The loss without these two terms is the policy term. Two options leave tokens out of the policy term:
@@ -100,8 +100,9 @@ GDPO = ("gdpo", "A = zscore_batch(sum_r weight_r zscore_group(R_r)), R_r: the re
 OFF_POLICY = """
 ## Off-policy corrections (`vllm_importance_sampling_mode`)
 
-If the tokens were sampled under another policy than that of `old`, a correction multiplies the policy term of each
-token by a weight `c`. Corrections apply to every engine, in spite of the prefix `vllm_`.
+If the tokens were sampled under another policy than that of `old`, a correction can multiply the policy term of each
+token by a weight `c` (for the loss type vespo, the correction becomes a factor of `w`). Corrections apply to every
+engine, in spite of the prefix `vllm_`.
 
 | symbol | meaning |
 |---|---|
@@ -109,29 +110,26 @@ token by a weight `c`. Corrections apply to every engine, in spite of the prefix
 | `clip_min` | the setting `vllm_importance_sampling_clip_min` (default None: no bound) |
 | `clip_max` | the setting `vllm_importance_sampling_clip_max` (default 2) |
 
-`vllm_importance_sampling_correction=True` always corrects, and False never does. With None, the default, a step is
-corrected in two cases: its samples come from an older policy, or the mean of `rho - log rho - 1` was above 0.001 when
-last measured (`mismatch/k3` or `sampling/parity/k3`). A corrected step follows decoupled PPO (arXiv 2110.00641)."""
+With `vllm_importance_sampling_correction=True`, every step is corrected; with False, none. With None, the default, a
+step is corrected in two cases: its samples come from an older policy, or the mean of `rho - log rho - 1` was above
+0.001 when last measured (`mismatch/k3` or `sampling/parity/k3`). A corrected step follows decoupled PPO (arXiv
+2110.00641)."""
 
 SAMPLING = """
 ## Which groups are trained on
 
-A group *has signal* if one of its advantages is not 0. You can combine the settings below. They act in this order:
-`difficulty_pools`, `dynamic_sampling_rounds`, `replay_buffer_size`.
-
-DAPO's soft overlong penalty is a reward function:
-`rewards.soft_overlong_penalty(max_completion_length, cache_length)`."""
+A group *has signal* if one of its advantages is not 0. You can combine these settings. They act in the order below."""
 
 STRATEGIES = (  # name, rule, when to use it, source
+    ("difficulty_pools",
+     "With True, a row whose completions all earn the same reward is skipped for 1 epoch. If its completions all earn "
+     "the same reward at the row's next use too, the pause doubles, up to 8 epochs.",
+     "For several epochs over rows of different difficulty.",
+     "Online difficulty filtering, arXiv 2504.03380; prime-rl's difficulty pools"),
     ("dynamic_sampling_rounds",
      "In up to this many extra rounds per step, newly sampled groups replace groups without signal.",
      "For data on which many groups are entirely right or entirely wrong, if sampling is cheap compared with training.",
      "DAPO, arXiv 2503.14476, section 3.2"),
-    ("difficulty_pools",
-     "With True, a row whose completions all earn the same reward is skipped for 1 epoch. If this happens to the row "
-     "again, the pause doubles, up to 8 epochs.",
-     "For several epochs over rows of different difficulty.",
-     "Online difficulty filtering, arXiv 2504.03380; prime-rl's difficulty pools"),
     ("replay_buffer_size",
      "Up to this many groups with signal are stored. In later steps, the stored groups with the largest spread of "
      "rewards replace groups without signal.",

@@ -166,7 +166,7 @@ METRICS = {
         "sampling/rounds": "extra rounds of dynamic sampling in the step",
         "sampling/resampled_groups": "groups that were sampled in extra rounds",
         "sampling/dropped_groups": "sampled groups that are not among the final groups",
-        "sampling/surplus_groups": "groups with signal among the dropped groups: the step had enough groups without them",
+        "sampling/surplus_groups": "dropped groups with signal, left over when the step had enough groups",
         "sampling/replayed_groups": "replayed groups: stored groups among the final groups",
         "sampling/replay_age": "mean age of the replayed groups, in optimizer steps",
         "sampling/replay_size": "groups in the replay buffer",
