@@ -73,8 +73,8 @@ Two terms can be added to every loss:
     - `kl_estimator` chooses the estimate. With `d = logp - ref`, "k1" is `d`, "k2" is `d^2 / 2`, and "k3" (default) is
       `exp(-d) - 1 + d`.
     - With `use_bias_correction_kl=True`, the default, the estimate is multiplied by `w`.
-    - Exception: with `RLOOConfig` or `advantage_estimator="reinforce++"`, the loss has no KL term. Instead, `beta` times
-      the sum of "k1" over tokens is subtracted from the reward.
+    - Exception: with `RLOOConfig` or `advantage_estimator="reinforce++"`, the loss has no KL term. Instead, `beta`
+      times the sum of "k1" over tokens is subtracted from the reward.
 - `-entropy_coef` times the mean entropy of the tokens.
 
 The loss without these two terms is the policy term. Two options leave tokens out of the policy term:
