@@ -77,9 +77,9 @@ also gets the real time, as `train_seconds`.
 ## Alarms
 
 An alarm warns when its condition has been true for as many steps in a row as the table says. The warning also sets
-`alarms/NAME` in that step's line of `metrics.jsonl`. While the condition stays true, only `nothing_to_learn` warns
-again, each time the same number of steps has passed. For alarms, all optimizer steps on one generation (the groups
-that are sampled together) count as one step.
+`alarms/NAME` in that step's line of `metrics.jsonl`. While the condition stays true, only `nothing_to_learn`
+repeats its warning, each time after the same number of steps. For alarms, all optimizer steps on one generation (all
+groups that are sampled together) count as one step.
 
 | alarm | condition | steps in a row | what the alarm means | what to do |
 |---|---|---|---|---|"""
@@ -89,10 +89,10 @@ METRICS_HEADER = """
 A run writes a line of metrics into `metrics.jsonl` after every `logging_steps` optimizer steps. Most values are means
 since the last line. If a metric has the same name in TRL, it has the same meaning. Shares are between 0 and 1.
 
-With dynamic sampling or a replay buffer, other groups replace sampled groups without signal, which gives the *final
-groups* of a step. The metrics `groups/total`, `groups/with_signal`, `groups/signal_share`, `completions/trained` and
-`completions/total` are about the final groups. All other metrics of groups, rewards and completions are about all
-groups that were sampled in the step.
+Dynamic sampling and the replay buffer replace sampled groups without signal by other groups. The groups of a step after
+this replacement are its *final groups*. The metrics `groups/total`, `groups/with_signal`, `groups/signal_share`,
+`completions/trained` and `completions/total` are about the final groups. All other metrics of groups, rewards and
+completions are about all groups that were sampled in the step.
 
 An evaluation adds the prefix `eval_` to the names, or `eval_DATASET_` if the evaluation data is a dict of datasets. An
 evaluation logs:
@@ -140,7 +140,7 @@ METRICS = {
         "completions/trained": "completions that contributed to the gradient of an optimizer step",
         "completions/total": "all completions in the final groups of an optimizer step",
         "tokens/with_gradient":
-            "tokens in `completions/trained` / tokens in all completions except masked ones and failed episodes",
+            "tokens in `completions/trained` / tokens in all completions that are not failed or masked",
         "mean_token_accuracy": "SFTTrainer: share of trained tokens to which the model gives the highest probability",
     },
     "Rewards and groups": {
