@@ -54,9 +54,8 @@ In a mixture of experts, LoRA is on attention only; experts and router stay froz
 PARTS = """
 ## Checkpoints with images or sounds
 
-If the `model_type` of a checkpoint is {kinds}, only its text model is loaded. The log
-says how many tensors are left out. The text model trains, samples and merges like any other model of its family.
-A merged model contains the text model only. The text model has the same log-probabilities and LoRA gradients as the
+If the `model_type` of a checkpoint is {kinds}, only its text model is loaded. The text
+model trains, samples and merges like any other model of its family, and has the same log-probabilities and LoRA gradients as the
 whole model in transformers (`tests/models/test_text_backbone.py`).
 
 Checkpoints of any other `model_type` with images or sounds load with all their parts if transformers has a causal
