@@ -55,8 +55,9 @@ PARTS = """
 ## Checkpoints with images or sounds
 
 If the `model_type` of a checkpoint is {kinds}, only its text model is loaded. The text
-model trains, samples and merges like any other model of its family, and has the same log-probabilities and LoRA gradients as the
-whole model in transformers (`tests/models/test_text_backbone.py`).
+model trains, samples and merges like any other model of its family, and a merged model contains the text model only.
+The text model has the same log-probabilities and LoRA gradients as the whole model in transformers
+(`tests/models/test_text_backbone.py`).
 
 Checkpoints of any other `model_type` with images or sounds load with all their parts if transformers has a causal
 language model for the `model_type`, and are refused if not. Rows with images are refused for every model.
