@@ -103,8 +103,9 @@ GDPO = ("gdpo", "A = zscore_batch(sum_r weight_r zscore_group(R_r)), R_r: the re
 OFF_POLICY = """
 ## Off-policy corrections (`vllm_importance_sampling_mode`)
 
-If the tokens were sampled under another policy than that of `old`, a correction multiplies the policy term of each
-token by a weight `c`. Corrections apply to every engine, in spite of the prefix `vllm_`.
+If the tokens were sampled under another policy than that of `old`, a correction can multiply the policy term of each
+token by a weight `c` (for the loss type vespo, the correction becomes a factor of `w`). Corrections apply to every
+engine, in spite of the prefix `vllm_`.
 
 | symbol | meaning |
 |---|---|

@@ -64,8 +64,8 @@ If the step has four or more groups, warnings also report these problems:
 
 - Fewer than a quarter of the groups have signal.
 - A reward function returned None for all completions.
-- A reward function did not distinguish the completions of any group. There is no warning if all completions earn
-  the full reward, for example for a format, and another function distinguishes them.
+- A reward function gave equal rewards within each group. There is no warning if the function gave all completions of
+  the step the same reward above 0, for example for a format, and another function gave different rewards in a group.
 - Two reward functions gave exactly the same rewards.
 
 **After the second step**, one line has the measured time of a step, the shares of sampling, rewards and training, the
@@ -96,7 +96,7 @@ on. All other metrics of groups, rewards and completions are about all sampled g
 An evaluation adds the prefix `eval_` to the names, or `eval_DATASET_` if the evaluation data is a dict of datasets. An
 evaluation logs:
 
-- the metrics of its samples;
+- the metrics of rewards, groups, completions and episodes;
 - `loss`, `kl`, `entropy` and `clip_ratio/*`, as if all samples made up one optimizer step;
 - `runtime` in seconds, `samples_per_second` and `steps_per_second`."""
 TABLE = """
@@ -115,7 +115,7 @@ METRICS = {
     },
     "Loss and optimizer": {
         "loss": "loss of the step, which does not measure progress: on-policy, with centered advantages, it is near 0",
-        "policy_loss": "loss without the entropy bonus",
+        "policy_loss": "loss without the entropy bonus; includes the KL term",
         "kl": "estimate of the KL divergence from the reference (`kl_reference`), in nats per token",
         "entropy": "mean entropy per token, over all tokens",
         "entropy/policy": "mean entropy per token, over the tokens that `top_entropy_quantile` keeps",
@@ -128,7 +128,7 @@ METRICS = {
         "cispo_clip_ratio": "loss type cispo: share of ratios above `epsilon_high` with a positive advantage",
         "vespo/phi_seq_mean": "loss type vespo: mean weight of a sequence",
         "ratio/p01, ratio/p50, ratio/p99":
-            "1st, 50th and 99th percentile over tokens of the ratio pi / pi_old; exactly 1 on-policy",
+            "1st, 50th and 99th percentile over tokens of the importance ratio pi / pi_old; exactly 1 on-policy",
         "grad_norm": "norm of the gradient before clipping",
         "grad_norm/MODULE": "`grad_norm` of one kind of projection, such as `q_proj`",
         "learning_rate": "learning rate of the step",
@@ -147,7 +147,8 @@ METRICS = {
             "mean and standard deviation of the reward function NAME, over the completions that it scored",
         "rewards/NAME/invalid": "number of completions for which NAME returned NaN or infinity",
         "rewards/NAME/unjudged":
-            "completions for which NAME, a function with `required = True`, returned None; their groups are left out",
+            "number of completions for which the reward function NAME, which has the attribute `required = True`, "
+            "returned None; the groups of these completions are not trained on",
         "verdicts/NAME": "verifier NAME: share of correct completions among those that the verifier could judge",
         "judge/NAME/failed": "judge NAME: share of completions without a judgement",
         "judge/NAME/cached": "judge NAME: share of completions with a judgement from the cache",
@@ -155,16 +156,16 @@ METRICS = {
         "judge/NAME/tokens": "judge NAME: prompt and reply tokens per completion",
         "judge/NAME/seconds": "judge NAME: seconds of a call of the reward function",
         "frac_reward_zero_std": "share of groups in which all completions got the same reward",
-        "groups/total": "groups of the step",
-        "groups/with_signal": "groups with an advantage other than 0",
+        "groups/total": "final groups of the step",
+        "groups/with_signal": "final groups in which a completion has an advantage other than 0",
         "groups/signal_share": "`groups/with_signal` / `groups/total`",
     },
     "Dynamic sampling, replay and difficulty pools": {
         "sampling/rounds": "extra rounds of dynamic sampling in the step",
         "sampling/resampled_groups": "groups that were sampled in extra rounds",
-        "sampling/dropped_groups": "sampled groups on which the step does not train",
-        "sampling/surplus_groups": "dropped groups that have signal: the step had enough groups without them",
-        "sampling/replayed_groups": "replayed groups: stored groups on which the step trains",
+        "sampling/dropped_groups": "sampled groups that are not among the final groups",
+        "sampling/surplus_groups": "dropped groups with signal, left over when the step had enough groups",
+        "sampling/replayed_groups": "replayed groups: stored groups among the final groups",
         "sampling/replay_age": "mean age of the replayed groups, in optimizer steps",
         "sampling/replay_size": "groups in the replay buffer",
         "data/pool_easy": "rows whose completions all earned the best reward of the run",
@@ -179,12 +180,10 @@ METRICS = {
         "completions/clipped_ratio": "share of completions that were cut off at `max_completion_length`",
         "turns/mean, turns/min, turns/max": "turns of the policy per episode",
         "turns/cut_ratio": "share of turns that were cut off at their token limit",
-        "episodes/ENDING":
-            "share of episodes with this ending: done, answer, max_turns, max_tokens, context, parse_error, timeout or "
-            "environment_error",
-        "groups/lost": "groups left out because the environment failed in all episodes, or in all but one",
-        "tools/call_frequency": "tool calls per episode",
-        "tools/failure_frequency": "share of tool calls that failed, including calls that could not be parsed",
+        "episodes/ENDING": "share of episodes with this [ending](environments.md#what-ends-an-episode)",
+        "groups/lost": "sampled groups that were left out because all their episodes failed, or all but one",
+        "tools/call_frequency": "tool calls per episode, including calls that could not be parsed",
+        "tools/failure_frequency": "share of tool calls that failed or could not be parsed",
         "tools/waiting_share":
             "share of the sampling time in which an episode waited for its tools and environment; mean over episodes",
         "other/call_frequency": "questions per episode to the base model (`AskBase`)",
@@ -235,8 +234,7 @@ METRICS = {
         "time/sampling/prefill_s": "seconds of sampling in which prompts were computed",
         "time/sampling/full_s":
             "seconds of decoding with at least a quarter as many sequences as in the largest batch",
-        "time/sampling/tail_s":
-            "seconds of decoding with less than a quarter as many sequences as in the largest batch",
+        "time/sampling/tail_s": "seconds of decoding with fewer sequences than in `full_s`",
         "time/sampling/tail_share": "`tail_s` / (`prefill_s` + `full_s` + `tail_s`)",
         "tokens_per_second": "sampled tokens per second of sampling; in SFTTrainer: completion tokens per second",
         "tokens_per_second/prefill": "computed prompt tokens per second of `prefill_s`",
@@ -271,8 +269,9 @@ METRICS = {
 
 def page() -> str:
     """Return the whole page."""
-    checks = [f"| {check.name} | {check.severity} | {check.finds} | {'yes' if check.with_sft else 'no'} |"
-              for check in CHECKS]
+    only = {"answers without an end": "only"}  # rows for GRPO have no answers
+    checks = [f"| {check.name} | {check.severity} | {check.finds} | "
+              f"{only.get(check.name, 'yes' if check.with_sft else 'no')} |" for check in CHECKS]
     alarms = [f"| `{alarm.name}`: {alarm.title} | {alarm.when} | {steps(alarm)} | {meaning(alarm.means)} | "
               f"{alarm.fix} |" for alarm in ALARMS]
     metrics = [line for section, rows in METRICS.items()

@@ -51,10 +51,10 @@ families that vLLM can sample. Qwen3.5 was compared with vLLM in bfloat16 only.
 PARTS = """
 ## Checkpoints with images or sounds
 
-If the `model_type` of a checkpoint is {kinds}, only its text model is loaded. The log
-says how many tensors are left out. The text model trains, samples and merges like any other model of its family.
-A merged model contains the text model only. The text model has the same log-probabilities and LoRA gradients as the
-whole model in transformers (`tests/models/test_text_backbone.py`).
+If the `model_type` of a checkpoint is {kinds}, only its text model is loaded. The text
+model trains, samples and merges like any other model of its family, and a merged model contains the text model only.
+The text model has the same log-probabilities and LoRA gradients as the whole model in transformers
+(`tests/models/test_text_backbone.py`).
 
 A multimodal checkpoint with any other `model_type` loads with all its parts if transformers has a causal language model
 for it, and is refused otherwise. Rows with images are always refused.
@@ -68,7 +68,7 @@ ADD = """
 In a mixture of experts, LoRA is on attention only; experts and router stay frozen. Mixtures of experts load with these
 settings:
 
-| setting or checkpoint | Qwen3-MoE | Mixtral, Granite-MoE, Qwen2-MoE, Qwen3.5-MoE, others |
+| setting or checkpoint | Qwen3-MoE | Mixtral, Granite-MoE, and all others except gpt-oss |
 |---|---|---|
 | `load_in_4bit=True` | loads, unless one tensor has all experts of a layer | refused: experts would stay in 16 bits |
 | `load_in_fp8=True` | refused: experts would stay in 16 bits | refused: experts would stay in 16 bits |
@@ -93,9 +93,10 @@ one layer in 16 bits. No step has been measured on a GPU yet.
 2. Add a row to `FAMILIES` in `lowmem_grpo/memory/families.py`. `decoder("Name", "Prefix")` describes a family like
    Llama, with the classes `PrefixAttention`, `PrefixMLP`, `PrefixRMSNorm` and, in vLLM, `PrefixForCausalLM`. Set the
    fields in which the family differs; comments in the file explain the fields. Two fields need care:
-    - `lean=False` keeps transformers' own class. Set it if the class does more than the other fields can express.
-    - `vllm=None` says that vLLM cannot sample the family. Set it if vLLM's `models/registry.py` lacks the class, or
-      maps it to `TransformersForCausalLM`.
+    - `lean=False` (of attention, MLP or norm) keeps transformers' own class. Set this if the class does more than the
+      other fields can express.
+    - `vllm=None` says that vLLM cannot sample the family. Set this if vLLM's `models/registry.py` lacks the class
+      `PrefixForCausalLM`, or maps the class to `TransformersForCausalLM`.
 3. Add a small shape to `SHAPES` in `tests/support/families.py`. Include everything that is special in the family, such
    as short windows, every kind of layer, and unusual multipliers.
 4. Run `pytest -n 0 tests/models/test_families.py -k MODEL_TYPE`, and the same command for

@@ -146,7 +146,7 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "reinforce++": Estimator(
         of_batch, (), "A_t = zscore_batch(R - beta sum_{s >= t} KL_s)",
-        "For rewards comparable between prompts. The reward includes the KL term.", "REINFORCE++, arXiv 2501.03262",
+        "For rewards comparable between prompts. KL_s is the estimate k1 at token s.", "REINFORCE++, arXiv 2501.03262",
     ),
     "reinforce++_baseline": Estimator(
         of_batch_and_group, (), "A = (R - mean_group(R)) / std_batch(R - mean_group(R))",

@@ -136,8 +136,7 @@ ALARMS = (
         f"mismatch/k3 is above {MISMATCH_K3}, or mismatch/effective_samples is below {EFFECTIVE_SAMPLES}", 3, mismatch,
         "so completions come from another distribution than the policy's",
         "use bfloat16 or fp32 in sampler and trainer, do not quantize the sampler's weights separately, or leave out "
-        "top_p, top_k and min_p. vllm_importance_sampling_correction=None corrects the rest if "
-        "parity_steps is above 0; otherwise set True",
+        "top_p, top_k and min_p. The rest is corrected, unless vllm_importance_sampling_correction is False",
     ),
     Alarm(
         "clipping", "much of the gradient is clipped", f"clip_ratio/region_mean or cispo_clip_ratio is above {CLIPPED}",

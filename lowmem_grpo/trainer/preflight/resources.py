@@ -92,8 +92,8 @@ def emulated_dtype(subject: Subject) -> Iterator[Finding]:
 
 
 def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
-    """Find an 8-bit KV cache of vLLM whose effect on samples is not corrected: `vllm_importance_sampling_correction` is
-    False, or None with `parity_steps=0`."""
+    """Find an 8-bit KV cache of vLLM whose effect on samples may stay uncorrected, because
+    `vllm_importance_sampling_correction` is False, or is None while `parity_steps` is 0."""
     if not in_8_bits(subject.cache_dtype):
         return
     args, name = subject.args, f"the key-value cache is in 8 bits ({subject.cache_dtype})"
