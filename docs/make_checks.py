@@ -89,9 +89,10 @@ METRICS_HEADER = """
 A run writes a line of metrics into `metrics.jsonl` after every `logging_steps` optimizer steps. Most values are means
 since the last line. If a metric has the same name in TRL, it has the same meaning. Shares are between 0 and 1.
 
-With dynamic sampling, a step may sample more groups than it trains on. The metrics `groups/total`,
-`groups/with_signal`, `groups/signal_share`, `completions/trained` and `completions/total` are about the groups trained
-on. All other metrics of groups, rewards and completions are about all sampled groups.
+With dynamic sampling or a replay buffer, a step may replace sampled groups. The groups that it trains on are its final
+groups. The metrics `groups/total`, `groups/with_signal`, `groups/signal_share`, `completions/trained` and
+`completions/total` are about the final groups. All other metrics of groups, rewards and completions are about all
+sampled groups.
 
 An evaluation adds the prefix `eval_` to the names, or `eval_DATASET_` if the evaluation data is a dict of datasets. An
 evaluation logs:

@@ -102,9 +102,9 @@ def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
                       "vllm_importance_sampling_correction=False corrects nothing",
                       "leave that out (tokens are then weighted if the difference is large), or set it to True")
     elif args.vllm_importance_sampling_correction is None and not args.parity_steps:
-        yield Finding("warning", "", f"{name}, and parity_steps=0 never measures how far the sampler's log-"
-                      "probabilities differ from the trainer's, so nothing is corrected", "set parity_steps, or "
-                      "vllm_importance_sampling_correction=True")
+        yield Finding("warning", "", f"{name}, and with parity_steps=0 the difference between the sampler's and the "
+                      "trainer's log-probabilities is measured in training only, and not with LoRA dropout, so it may "
+                      "stay uncorrected", "set parity_steps, or vllm_importance_sampling_correction=True")
 
 
 def optimizer_bytes(subject: Subject) -> int:

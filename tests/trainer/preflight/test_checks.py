@@ -285,7 +285,7 @@ SIMPLE: list[tuple[Any, ...]] = [  # what is wrong, check, severity, what is sai
      r"vllm_importance_sampling_correction=False",
      lambda make: with_cache(make(vllm_importance_sampling_correction=False), "fp8")),
     ("eight bits and nobody measures", "cache in 8 bits", "warning",
-     r"parity_steps=0 never measures how far the sampler's log-probabilities d",
+     r"with parity_steps=0 the difference between the sampler's and the trainer's log-probabilities is meas",
      lambda make: with_cache(make(parity_steps=0), "fp8_e5m2")),
     ("over plan", "plan", "warning",
      r"^the plan expects .* on the card, which is more than the 1\.0 MiB .*: .*The run goes on.*\. What to do: try a "
