@@ -261,7 +261,7 @@ def all_or_none(rollouts: list[Rollout], name: str) -> bool:
 
 
 def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
-    """Return (C,) for each rollout of the batch: the values (N,), on the host, at its trained tokens; 0 elsewhere."""
+    """Split values (N,) of all trained tokens, on the host, by rollout: (C,) each, with 0 at other tokens."""
     sizes = [len(rollout.completion_ids) for rollout in batch.rollouts]
     if batch.homes is not None:
         values = values.new_zeros(sum(sizes)).index_copy(0, batch.homes, values)

@@ -95,8 +95,8 @@ class RequestQueue:
     def take_calls(
         self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, expected: Round
     ) -> list[Call]:
-        """Return up to `most` calls of a `batch_key` (None: all). If other items wait, return no calls, except the
-        `first` calls of a session.
+        """Return up to `most` calls of the key `batch_key`, or all of them if `most` is None. If items of another key
+        wait, return no calls, unless `first` is True: these are the first calls of a session.
 
         With `wait`, block until any item waits. Then wait for as many calls as in the `expected` round, to decode them
         together; stop if another item comes, or if no call comes for a fraction of that round's seconds."""
