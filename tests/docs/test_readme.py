@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tables import every_row
 from bench.common.public_code import latest, ran
 from bench.common.rows import read_rows
 from lowmem_grpo import SamplingParams
-from lowmem_grpo.memory.cards import MOST_SEQUENCES, device
+from lowmem_grpo.memory.cards import MOST_SEQUENCES, device, engine_of
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.memory.plan import PROMPTS, RunSettings
 from lowmem_grpo.memory.planner import max_context
@@ -66,7 +67,8 @@ def test_the_table_of_cards_says_what_the_planner_says(model: str) -> None:
     step = PROMPTS * ANSWERS
     asked = RunSettings(context=1, num_generations=ANSWERS, completions_per_step=step,
                         sequences=min(step, MOST_SEQUENCES))
-    found = [max_context(named_config(SHAPES[model]), asked, device(card)) for card in COLUMNS]
+    found = [max_context(named_config(SHAPES[model]), replace(asked, engine=engine_of(card)), card)
+             for card in map(device, COLUMNS)]
     assert row.split(" | ")[1:] == [f"{tokens:,}" if tokens else "-" for tokens in found[:-1]] + [f"{found[-1]:,} |"]
 
 

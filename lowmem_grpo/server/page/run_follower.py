@@ -109,8 +109,8 @@ class JsonlTail:
         return [record for line in lines if line.strip() for record in self.checked_records(line)]
 
     def checked_records(self, line: bytes) -> list[Record]:
-        """Return a list with the line's record: None for NaN and infinity, and an integer step. Count a damaged line, and
-        return an empty list."""
+        """Return a list with the line's record: None for NaN and infinity, and an integer step. Count a damaged line,
+        and return an empty list."""
         with suppress(ValueError):
             record = step_record(line)
             if 0 <= record["step"] <= LAST_STEP:  # NaN and infinity are not
