@@ -36,8 +36,8 @@ DAPO's soft overlong penalty is a reward function:
 
 Each entry below has three lines: formula or rule, use, and source.
 
-With settings that TRL 1.16.0 also has, and with the same inputs, loss, metrics and LoRA gradients agree with TRL's
-within 1e-5. Value and gradient of every loss agree with token-by-token float64 formulas within 1e-10. How completions
+Loss, metrics and LoRA gradients agree with TRL's within 1e-5, for the same inputs and for settings that TRL 1.16.0
+also has. Value and gradient of every loss agree with token-by-token float64 formulas within 1e-10. How completions
 are ordered, packed and split into micro-batches does not change the gradient of a step, except for rounding.
 [Learning curves](../bench/learning/learning.md) show what the algorithms learn on a small task.
 
@@ -114,9 +114,11 @@ engine, in spite of the prefix `vllm_`.
 | `clip_max` | the setting `vllm_importance_sampling_clip_max` (default 2) |
 
 `vllm_importance_sampling_correction=True` corrects every generation, and False none. With None, the default, the
-trainer corrects a generation in two cases: samples in it come from an older policy or another temperature, or the last
-value of the [metric](checks.md#metrics) `mismatch/k3` or `sampling/parity/k3`, the mean of `rho_t - log rho_t - 1`, was
-above 0.001."""
+trainer corrects a generation in two cases:
+
+- It has samples from an older policy, or from a temperature other than the run's.
+- The mean of `rho_t - log rho_t - 1` was above 0.001 when it was last measured. The [metrics](checks.md#metrics)
+  `mismatch/k3` and `sampling/parity/k3` show it; the newer value decides."""
 
 SAMPLING = """
 ## Which groups are trained on

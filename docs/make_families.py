@@ -65,12 +65,12 @@ REFUSED = """
 | family | `model_type` | why |
 |---|---|---|"""
 ADD = """
-In a mixture of experts, LoRA is on attention only; experts and router stay frozen. Mixtures of experts load with these
-settings:
+In a mixture of experts, LoRA is on attention only; experts and router stay frozen. The table says which
+settings load a mixture of experts:
 
 | setting or checkpoint | Qwen3-MoE | Mixtral, Granite-MoE, and all others except gpt-oss |
 |---|---|---|
-| `load_in_4bit=True` | loads, unless one tensor has all experts of a layer | refused: experts would stay in 16 bits |
+| `load_in_4bit=True` | loads if each expert has its own tensors in the file | refused: experts would stay in 16 bits |
 | `load_in_fp8=True` | refused: experts would stay in 16 bits | refused: experts would stay in 16 bits |
 | `load_in_4bit=False` (16 bits) | loads | loads with transformers' experts |
 | checkpoint stored in 4 bits or FP8 | refused: use the 16-bit checkpoint | refused: use the 16-bit checkpoint |

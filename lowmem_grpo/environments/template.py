@@ -58,7 +58,8 @@ class StandIns:
     """Words that replace marks in untrusted text while a template renders the messages around it."""
 
     def __init__(self, marks: SpecialTokens, messages: Any, whole: bool = False) -> None:
-        """With `whole`, stand-in words replace all untrusted text, which is then encoded character by character."""
+        """Without `whole`, stand-in words replace only the marks. With `whole`, they replace all untrusted text; after
+        rendering, the original text is put back and encoded character by character."""
         self.marks, self.whole, self.stem = marks, whole, STEM
         everything = repr(messages) + marks.template
         while self.stem in everything:

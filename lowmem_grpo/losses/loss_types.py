@@ -280,7 +280,7 @@ LOSS_TYPES: dict[str, LossType] = {
     "gmpo": LossType(
         gmpo, mean_of_sequence_means, {"epsilon": 0.4, "epsilon_high": None},
         "-mean_seq(exp(mean_t(d)) A), d = min(logp - old, epsilon_high) if A >= 0, else max(logp - old, -epsilon)",
-        "For a few tokens with extreme ratios, which move a geometric mean less than an arithmetic mean.",
+        "For steps in which a few tokens have extreme ratios: they move a geometric mean less than an arithmetic mean.",
         "GMPO, arXiv 2507.20673", metrics="gmpo",
     ),
     "rloo": LossType(
