@@ -222,7 +222,8 @@ class ModelShape:
         return per_layer + (0 if self.tied else self.table_bytes)
 
     def lora_weights(self, rank: int, least: int = 0) -> int:
-        """Return the number of LoRA weights of all linears. Tensors (A or B) below `least` weights are not counted."""
+        """Return the number of LoRA weights of all linears. A tensor (A or B) with fewer than `least` weights is not
+        counted."""
         return sum(count * rank * side for count, linear in self.all_linears() if linear.lora
                    for side in (linear.rows, linear.columns) if rank * side >= least)
 

@@ -1,6 +1,6 @@
-"""A store on the host for the tensors that a graph saves for backward. At most two of them are on the device too: in
-forward the two that were saved last, in backward the tensor in use and the tensor that is needed next. If memory is
-short (`ahead` is False), at most one tensor is on the device."""
+"""A store on the host for the tensors that a graph saves for backward. At most two of them are on the device as well.
+In forward, these are the two that were saved last. In backward, they are the tensor in use and the one needed next. If
+memory is short (`ahead` is False), at most one tensor is on the device."""
 
 import itertools
 import weakref
