@@ -4,8 +4,8 @@ final states, and the causal convolution before it.
     k = key / |key|,  q = query / |query| / sqrt(K)                                (|x| = sqrt(sum x^2 + 1e-6))
     S_t = exp(g_t) S_{t-1} + k_t (x) beta_t (v_t - exp(g_t) S_{t-1}^T k_t),        o_t = S_t^T q_t
 
-query, key (T, H_k, K), v and o (T, H, V), g and beta (T, H) float32, S (K, V) of each head and sequence; H is a multiple
-of H_k, and neighbouring heads share a query and a key. g <= 0.
+query, key (T, H_k, K), v and o (T, H, V), g and beta (T, H) float32, S (K, V) of each head and sequence; H is a
+multiple of H_k, and neighbouring heads share a query and a key. g <= 0.
 
 Chunks of C tokens. Write b_i = sum_{t <= i} g_t within a chunk and S for the state before it. What each token adds to
 the state, u_i = beta_i (v_i - ...), depends on the earlier ones of its chunk through a triangular system, which is

@@ -182,7 +182,7 @@ class BatchLimit:
         return min(present, default=None)
 
     def lower(self, what: str, shortage: OutOfMemory, limit: int | None) -> None:
-        """Count a shortage. Free the spare memory that another phase keeps, if any; otherwise set the new limit.
+        """Count a shortage. If another phase keeps spare memory, free that. Otherwise set the new `limit`; raise
         MemoryExhaustedError if that is None."""
         if self.spare is not None:
             self.spare()

@@ -19,7 +19,7 @@ MAX_RESIDENT = 2
 @dataclass(eq=False)
 class Offloaded:
     """The graph's reference to an offloaded tensor: its pages on the host, and its size, stride and dtype. `storage` is
-    never read. While it is referenced, its identity, a key in `HostStore.seen`, cannot be reused."""
+    never read. Referring to it keeps its identity, part of a key in `HostStore.seen`, from being reused."""
 
     index: int  # increases in the order of forward
     pages: list[Tensor]
