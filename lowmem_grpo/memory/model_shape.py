@@ -213,11 +213,11 @@ class ModelShape:
 
     @property
     def table_bytes(self) -> int:
-        """The bytes of the embedding in 16 bits; an untied head takes the same again."""
+        """The bytes of the embedding in 16 bits. A head that is not tied to it takes as many again."""
         return 2 * self.vocabulary * self.hidden
 
     def host_bytes(self) -> int:
-        """Return the bytes of the embeddings that can be offloaded to the host; one tied to the head cannot."""
+        """Return the bytes of the embeddings that can be offloaded to the host. One tied to the head cannot."""
         per_layer = 2 * self.per_layer_vocabulary * self.layers * self.per_layer
         return per_layer + (0 if self.tied else self.table_bytes)
 
