@@ -87,7 +87,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FirstOrderOnly(torch.autograd.Function):
-    """The identity on a gradient, whose own derivative is refused."""
+    """Returns a gradient unchanged; its own backward pass raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, name: str) -> Tensor:

@@ -1,11 +1,11 @@
-"""The gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464) over packed runs, with initial and final states,
-and the causal convolution before it.
+"""The gated delta rule (Yang, Kautz and Hatamizadeh, arXiv 2412.06464) over packed sequences (`runs`), with initial and
+final states, and the causal convolution before it.
 
     k = key / |key|,  q = query / |query| / sqrt(K)                                (|x| = sqrt(sum x^2 + 1e-6))
     S_t = exp(g_t) S_{t-1} + k_t (x) beta_t (v_t - exp(g_t) S_{t-1}^T k_t),        o_t = S_t^T q_t
 
-query, key (T, H_k, K), v and o (T, H, V), g and beta (T, H) float32, S (K, V) of each head and run; H is a multiple of
-H_k, and neighbouring heads share a query and a key. g <= 0.
+query, key (T, H_k, K), v and o (T, H, V), g and beta (T, H) float32, S (K, V) of each head and sequence; H is a
+multiple of H_k, and neighbouring heads share a query and a key. g <= 0.
 
 Chunks of C tokens. Write b_i = sum_{t <= i} g_t within a chunk and S for the state before it. What each token adds to
 the state, u_i = beta_i (v_i - ...), depends on the earlier ones of its chunk through a triangular system, which is
@@ -20,7 +20,7 @@ difference would lose the digits that matter. All is computed in float32 (float6
 inputs are kept for backward; heads are independent, so both passes take a few heads at a time, to save scratch memory.
 
 The convolution: y_t = silu(sum_j w_j x_{t - W + 1 + j}), j = 0 .. W - 1, for x, y (T, C), w (C, W) and states
-(S, W - 1, C). Before a run's first token x is the initial state; the final state is the last W - 1 inputs.
+(S, W - 1, C). Before a sequence's first token x is the initial state; the final state is the last W - 1 inputs.
 """
 
 import logging
@@ -105,7 +105,7 @@ def describe_kernels(x: Tensor) -> str:
 def by_fla(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `delta_rule` with flash-linear-attention's kernels, which do not accept runs without tokens."""
+    """Compute `delta_rule` with flash-linear-attention's kernels, which do not accept sequences without tokens."""
     rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     states = list(zip(initial.split(1), runs.lengths, strict=True))
     result, final = rule(query[None], key[None], value[None], g[None], beta[None], output_final_state=True,
@@ -117,7 +117,7 @@ def by_fla(
 
 @cache
 def fla_agrees(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether fla's kernels agree with the token-by-token rule, gradients too; tried once per card and dtype."""
+    """Return whether fla's results and gradients agree with the token-by-token rule, cached per card and dtype."""
     runs, outcomes = VarlenSequences((70, 3, 0, 60), device), []
     with torch.enable_grad():
         inputs = example(runs, device, dtype)
@@ -146,8 +146,8 @@ def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> 
 def delta_step(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run the rule on one token of each of B rows; B replaces T. Return o (B, H, V) and the next states (B, H, K, V).
-    """
+    """Run the rule on one token of each of B sequences; in the shapes, B replaces T. Return o (B, H, V) and the next
+    states (B, H, K, V)."""
     groups, dtype = value.shape[1] // key.shape[1], state.dtype
     query, key = (normed(x.to(dtype)).repeat_interleave(groups, 1) for x in (query, key))
     state = state * g.to(dtype).exp()[..., None, None]
@@ -248,8 +248,8 @@ def scan(
     added: Tensor, read: Tensor, q: Tensor, scores: Tensor, k: Tensor, decay: Tensor, state: Tensor,
     counts: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of all chunks (N, H, C, V) and the last state of each sequence (S, H, K, V). Step i takes
-    chunk i of every sequence that has one: `counts[i]` chunks. The N chunks are ordered by step."""
+    """Return the results of all chunks (N, H, C, V) and the last state of each sequence (S, H, K, V). The N chunks are
+    ordered by their index i within their sequence. The first `counts[i]` sequences of `state` have a chunk i."""
     results, finals = [], []
     steps = zip(*(tensor.split(counts) for tensor in (added, read, q, scores, k, decay)), strict=True)
     for new, reads, asks, pairs, keys, whole in steps:

@@ -60,7 +60,7 @@ def takes_rows(x: Tensor, features: Sequence[int], form: str) -> bool:
 
 
 def max_rows(capability: int) -> int:
-    """Return the rows that one block takes: few before sm_80, where Triton uses no tensor cores."""
+    """Return the most rows of x that one block takes: 64, or 8 before sm_80, where Triton uses no tensor cores."""
     return 64 if capability >= 80 else 8
 
 

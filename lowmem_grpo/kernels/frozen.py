@@ -32,7 +32,7 @@ FrozenWeight = Tensor | QuantizedWeight
 
 @dataclass(eq=False)
 class WideWeights:
-    """Holds dequantized 16-bit weights, which products of more than `few` rows of x use inside a context (`WIDE`). A
+    """Holds dequantized 16-bit weights. Inside a context (`WIDE`), products of more than `few` rows of x use them. A
     weight is dequantized by its first such product, and stays in memory until `held` is cleared."""
 
     few: int

@@ -96,8 +96,9 @@ KEPT: ContextVar[Kept | None] = ContextVar("kept factors", default=None)  # a th
 
 @contextmanager
 def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
-    """Inside this context, convert each layer's pairs once in passes without gradient (2 bytes per number in 16 bits).
-    The adapters must not change inside it. Pairs in `lasting` are converted again, in place, and stay there."""
+    """Inside this context, passes without gradient convert each layer's pairs only once (2 bytes per number in 16
+    bits). The adapters must not change inside it. Pairs in `lasting` are converted anew on entry, in place, and stay
+    there."""
     kept: Kept = {} if lasting is None else lasting
     convert_again(kept)
     token = KEPT.set(kept)
@@ -122,7 +123,7 @@ def convert_again(kept: Kept) -> None:
 
 
 def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
-    """Return `factors_of(groups, dtype)`; inside `kept_factors` the result is kept."""
+    """Return `factors_of(groups, dtype)`. Inside `kept_factors`, repeated calls return the first result."""
     if KEPT.get() is None:
         return factors_of(groups, dtype)
     key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)
@@ -131,7 +132,8 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
-    """Return `find()`. Inside `kept_factors`, call it once per key, and keep `what`, whose ids are in the key."""
+    """Return `find()`. Inside `kept_factors`, call it once per key. Store `what` too, so that ids in the key stay
+    valid."""
     kept = KEPT.get()
     if kept is None:
         return find()

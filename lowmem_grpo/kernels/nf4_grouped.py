@@ -46,7 +46,7 @@ class Places:
 
 
 def block_rows(places: int, experts: int) -> int:
-    """Return the rows of a tile, more of them if experts have many places each."""
+    """Return the number of rows in a tile: 64 if experts have at least 32 places on average, else 16."""
     return 64 if places >= 32 * experts else 16
 
 

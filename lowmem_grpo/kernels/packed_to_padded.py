@@ -55,7 +55,7 @@ def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def packed_to_padded_cpu(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
-    """Return each x (T, H, K) as y (S, H, W, K). With `places`, each token is at its place only, and the rest is 0."""
+    """Return each x (T, H, K) as y (S, H, W, K). With `places`, write each token to its place only, and 0 elsewhere."""
     if places is None:
         return packed_to_padded_ref(packed, sources, width)
     return laid_side_by_side([sum_rows(part, places, len(sources)) for part in packed], width)

@@ -153,7 +153,8 @@ def routed_backward(
 
 
 def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
-    """Return whether the grouped kernels take these inputs; each expert must have few places on average."""
+    """Return whether the grouped kernels take these inputs. On average, an expert may have GROUPED_ROWS places at
+    most."""
     few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
     return few and can_group(x, gate_up) and can_group(x, down)
 

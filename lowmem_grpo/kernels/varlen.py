@@ -1,7 +1,7 @@
-"""Runs (sequences of neighbouring tokens), packed without padding. Each has an initial state of its own and is cut into
-chunks of equal width. The tokens of a chunk are computed together, and the chunks of a run one after the other: step j
-computes chunk j of every run that has one. Within a step the longest runs come first, so that the runs that continue
-are the first ones."""
+"""Sequences (`runs` in the callers), packed without padding. Each has an initial state of its own and is cut into
+chunks of equal width. The tokens of a chunk are computed together, and the chunks of a sequence one after the other:
+step j computes chunk j of every sequence that has one. Within a step the longest sequences come first, so that those
+that continue are the first ones."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +27,7 @@ class Chunks:
 
 @dataclass(eq=False)
 class VarlenSequences:
-    """S runs of `lengths` tokens, one after the other; a length may be 0."""
+    """S sequences of `lengths` tokens, one after the other; a length may be 0."""
 
     lengths: tuple[int, ...]
     device: torch.device
@@ -38,7 +38,7 @@ class VarlenSequences:
 
     @cached_property
     def filled(self) -> "VarlenSequences":
-        """The runs with at least one token."""
+        """The sequences with at least one token."""
         return VarlenSequences(tuple(length for length in self.lengths if length), self.device)
 
     @cached_property
@@ -48,7 +48,7 @@ class VarlenSequences:
 
     @cached_property
     def chunks(self) -> Chunks:
-        """The chunks of all runs, in the order in which they are computed."""
+        """The chunks of all sequences, in the order in which they are computed."""
         numbers = [-(-length // CHUNK) for length in self.lengths]
         order = sorted(range(len(numbers)), key=lambda run: -numbers[run])
         counts = [sum(number > step for number in numbers) for step in range(max(numbers, default=0))]

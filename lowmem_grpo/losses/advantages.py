@@ -60,7 +60,7 @@ def of_group(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> T
 
 
 def leave_one_out(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Subtract the mean of the group's other rewards. This gives the centered reward times n / (n - 1)."""
+    """Subtract the mean of the group's other rewards. This equals the centered reward times n / (n - 1)."""
     scored = rewards.isnan().logical_not().sum(-1, keepdim=True)
     return centered(rewards) * scored / (scored - 1).clamp(min=1)
 

@@ -49,7 +49,7 @@ def log_limit(like: Tensor) -> float:
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio), for values without gradient. It is above 0 for any finite log, since 0 means left out."""
+    """Return exp(log_ratio), for values without gradient. It is never 0 for a finite log: 0 marks what is left out."""
     return log_ratio.clamp(min=-log_limit(log_ratio)).exp()
 
 
@@ -85,7 +85,7 @@ class LossTokens:
     kept: Tensor | None = None  # (N,) bool, tokens whose policy term counts; None: all
 
     def only(self, kept: Tensor) -> LossTokens:
-        """Return the tokens with ratio 1 where `kept` (N,) is False, so that these cannot overflow."""
+        """Return the same tokens, but with ratio 1 where `kept` (N,) is False, so that those cannot overflow."""
         logprobs, log_weight = (torch.where(kept, values, 0.0) for values in (self.logprobs, self.log_weight))
         return replace(self, logprobs=logprobs, log_weight=log_weight, kept=kept)
 

@@ -143,7 +143,7 @@ class EntropyControl:
         return self.adaptive or self.coef != 0
 
     def update(self, entropy: float) -> None:
-        """Adapt the coefficient to the mean entropy of the step that was made."""
+        """Adapt the coefficient to `entropy`, the mean entropy of the step that has just ended."""
         if self.adaptive:
             step = self.delta if entropy <= self.target else -self.delta
             self.coef = min(max(self.coef + step, self.lowest), self.highest)

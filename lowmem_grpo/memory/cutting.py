@@ -130,8 +130,8 @@ def prompts_once(prompts: Prompts) -> bool:
 
 
 def token_rows(prompts: Prompts) -> int:
-    """Return the number of token rows that attention stores besides the packed rows. A copied row without its query
-    counts as KEY_SHARE of a row."""
+    """Return how many rows, one per token, attention stores in addition to the packed tokens. If a completion's keys
+    and values are copied next to its prompt's, each token of both counts as another KEY_SHARE of a row."""
     if count_sequences(prompts) == 1:
         return 0
     if not prompts_once(prompts):

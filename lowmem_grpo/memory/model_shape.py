@@ -213,16 +213,17 @@ class ModelShape:
 
     @property
     def table_bytes(self) -> int:
-        """The bytes of the embedding in 16 bits; an untied head takes the same again."""
+        """The bytes of the embedding in 16 bits. A head that is not tied to it takes as many again."""
         return 2 * self.vocabulary * self.hidden
 
     def host_bytes(self) -> int:
-        """Return the bytes of the embeddings that can be offloaded to the host; one tied to the head cannot."""
+        """Return the bytes of the embeddings that can be offloaded to the host. One tied to the head cannot."""
         per_layer = 2 * self.per_layer_vocabulary * self.layers * self.per_layer
         return per_layer + (0 if self.tied else self.table_bytes)
 
     def lora_weights(self, rank: int, least: int = 0) -> int:
-        """Return the number of LoRA weights of all linears. Tensors (A or B) below `least` weights are not counted."""
+        """Return the number of LoRA weights of all linears. A tensor (A or B) with fewer than `least` weights is not
+        counted."""
         return sum(count * rank * side for count, linear in self.all_linears() if linear.lora
                    for side in (linear.rows, linear.columns) if rank * side >= least)
 

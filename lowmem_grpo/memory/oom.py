@@ -182,7 +182,7 @@ class BatchLimit:
         return min(present, default=None)
 
     def lower(self, what: str, shortage: OutOfMemory, limit: int | None) -> None:
-        """Count a shortage. Free the spare memory that another phase keeps, if any; otherwise set the new limit.
+        """Count a shortage. If another phase keeps spare memory, free that. Otherwise set the new `limit`; raise
         MemoryExhaustedError if that is None."""
         if self.spare is not None:
             self.spare()
@@ -212,7 +212,7 @@ class BatchLimit:
         return {"lowered": self.lowered, "failures": self.failures}
 
     def restore(self, saved: dict[str, int | None]) -> None:
-        """Restore the result of `state`. If the bound now is lower than the saved one, it stays."""
+        """Restore the result of `state`. If the current bound is lower than the saved one, keep the current one."""
         self.lowered, self.failures = self.under(saved["lowered"]), int(saved["failures"] or 0)
 
 
@@ -243,8 +243,8 @@ class RunMemory:
         self.rollout = RolloutLimit("rollout", "sequences sampled at once", advice=self.advice)
 
     def watch(self, engine: Any) -> None:
-        """Make `self.rollout` the bound of an engine, if it has one. If memory ran out when the engine started, the
-        smaller size of its KV cache is kept."""
+        """If `engine` has a `bound`, replace it by `self.rollout`. Set `self.rollout.kv_bytes` to the smaller of its
+        value and the old bound's, which is lower if memory ran out when the engine started."""
         if hasattr(engine, "bound"):
             self.rollout.kv_bytes = engine.bound.cache_under(self.rollout.kv_bytes)
             engine.bound = self.rollout

@@ -76,7 +76,8 @@ class PhasePeaks:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A mode that counts the bytes of live storages, with those of `held`: `now`, and their maximum, `peak`."""
+    """A dispatch mode that counts bytes of live storages, including those of `held`: `now`, and at most so far,
+    `peak`."""
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()

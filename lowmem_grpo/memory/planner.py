@@ -120,7 +120,8 @@ def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
-    """Return the plan with a micro-batch in one MLP tile, if there is room: with more, an H100 waits for the host."""
+    """Return the plan with a micro-batch in one MLP tile, if there is room. With more tiles, an H100 waits for the
+    host."""
     settings = draft.settings
     if asked.mlp_tile is not None or settings.mlp_tile != TILES[0] or (settings.max_tokens or 0) <= TILES[0]:
         return draft
@@ -164,7 +165,7 @@ def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryP
 
 
 def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, known: bool) -> Iterator[MemoryPlan]:
-    """Yield plans that keep as many layers as have room. Each next one has a smaller spread or, on a known card,
+    """Yield plans that keep as many layers as have room. Each later plan has a smaller spread or, on a `known` card,
     smaller micro-batches, until a plan keeps all layers."""
     settings, wide = draft.settings, draft.settings.spread or 0.0
     most = settings.max_tokens or settings.context  # the user's may be below the context
@@ -178,7 +179,7 @@ def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, k
 
 
 def most_kept(shape: ModelShape, settings: RunSettings, device: Device) -> MemoryPlan:
-    """Return the plan in which as many layers as have room keep all activations. If no plan fits, no layer does."""
+    """Return the plan in which as many layers as have room keep all activations. If no plan fits, none keeps them."""
     def keep(count: int) -> MemoryPlan:
         return build(shape, replace(settings, kept_layers=count), device)
 

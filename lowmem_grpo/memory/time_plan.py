@@ -181,7 +181,8 @@ class StepTime:
         return card + (graph + SAMPLER_US[settings.engine]) * 1e-6
 
     def product(self, linear: Linear, rows: int) -> float:
-        """Return the seconds of one matrix times M rows, or of the experts that M rows use if routed independently."""
+        """Return the seconds to multiply one matrix with M rows. For experts, count those that M rows use if routed
+        independently."""
         again = self.dequantize([linear]) if self.quantized else 0.0
         if linear.experts > 1:
             share = 1 - (1 - linear.taken / linear.experts) ** rows
@@ -192,7 +193,7 @@ class StepTime:
         return self.multiply(linear.weights, rows) + again
 
     def by_codes(self, linear: Linear, rows: int) -> float:
-        """Return the seconds that the decode kernel on quantized codes takes for one matrix and `rows` tokens."""
+        """Return the seconds that the decode kernel takes to multiply one quantized matrix with `rows` tokens."""
         instructions = next(count for most, count in self.instructions.items() if rows <= most)
         clocks, reads = self.speed.sms * self.speed.ghz, 1 if self.speed.capability >= 80 else ceil(rows / 8)
         moved = max(self.move(reads * linear.bytes_in(self.settings.form)),

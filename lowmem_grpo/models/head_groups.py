@@ -27,7 +27,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class HeldFunction(torch.autograd.Function):
-    """The identity on query, key and value, which saves them for attention's backward pass."""
+    """Returns query, key and value unchanged, and saves them for attention's backward pass."""
 
     @staticmethod
     def forward(ctx: Any, *heads: Tensor) -> tuple[Tensor, ...]:

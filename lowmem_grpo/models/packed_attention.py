@@ -192,7 +192,8 @@ def tokens_cat(heads: Sequence[Tensor]) -> Tensor:
 
 
 class PartsFunction(torch.autograd.Function):
-    """Views of (S, H, T, K) along T, which may overlap; their gradients are summed in float32, in a fixed order."""
+    """Returns views of (S, H, T, K) along T, which may overlap. Their gradients are summed in float32, in a fixed
+    order."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:

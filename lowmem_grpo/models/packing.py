@@ -6,7 +6,7 @@ completion begins with it. Attention finds a sequence's tokens through `sources`
 
 A completion is one sequence, or several for an episode whose history was rewritten. A sequence ends with the last token
 that the policy sampled; earlier tokens from other sources are packed but not trained. If several sequences of a group
-have the same prompt, they share all of it. Any other shares the group's prompt if its own begins with that.
+have the same prompt, they share all of it. Any other sequence shares the group's prompt if its own begins with that.
 
 `Packer` starts again with smaller micro-batches if memory runs out. The gradient equals that of a run with these
 smaller ones from the start: bit for bit on the CPU, up to rounding on a GPU, where fused attention has no fixed
@@ -103,8 +103,8 @@ def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> 
 
 def shared(prompt: list[int] | None, of_group: list[int],
            repeated: set[Ids]) -> tuple[list[int], list[int], Ids | None]:
-    """Return the part of a sequence's prompt that others share, the rest of it, and that part's key (None: the
-    group's)."""
+    """Return the part of a sequence's prompt that others share, the rest of the prompt, and the key of the shared part.
+    The key None stands for the group's prompt."""
     if prompt is None or prompt == of_group:
         return of_group, [], None
     if tuple(prompt) not in repeated and prompt[: len(of_group)] == of_group:
@@ -272,7 +272,7 @@ T = TypeVar("T")
 
 
 class Packer:
-    """Packs groups for a device, within limits. A shortage of memory lowers the bound on a micro-batch's tokens."""
+    """Packs groups for a device, within limits. If memory runs out, it lowers the limit on a micro-batch's tokens."""
 
     def __init__(self, device: torch.device, bound: BatchLimit) -> None:
         self.device, self.bound = device, bound
@@ -282,7 +282,7 @@ class Packer:
             undo: Callable[[], None] | None = None, again: Callable[[], None] | None = None) -> T:
         """Return the result of `work` for all micro-batches of the groups; `what` names the work in messages.
 
-        If memory runs out, `undo` reverts the attempt, the bound is lowered, `again` prepares the next attempt, and
+        If memory runs out, `undo` reverts the attempt, the limit is lowered, `again` prepares the next attempt, and
         everything is packed anew. Raises MemoryExhaustedError if each micro-batch is already a single completion.
         """
         while True:

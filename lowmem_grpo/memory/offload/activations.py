@@ -35,8 +35,8 @@ def checkpointing_mode(value: bool | str) -> bool | str:
 
 
 def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
-    """Switch a transformers model's layer checkpointing on or off; return the mode like `checkpointing_mode`. If the
-    model has dropout now (see `drops`), layers save random states. ValueError if no layer supports it."""
+    """Switch a transformers model's layer checkpointing on or off. Return the mode like `checkpointing_mode`. If
+    training now draws random numbers (see `drops`), layers save random states. ValueError if no layer supports it."""
     mode = checkpointing_mode(mode)
     if not mode:
         if hasattr(model, "gradient_checkpointing_disable"):
@@ -170,7 +170,7 @@ class ActivationOffload:
 
     @property
     def host_bytes_peak(self) -> int:
-        """The maximum of `host_bytes`; that much host memory is held until `release`."""
+        """The highest `host_bytes` so far. So much host memory stays allocated until `release`."""
         return self.store.pool.peak_bytes
 
     def release(self) -> None:

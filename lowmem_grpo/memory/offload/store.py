@@ -1,6 +1,6 @@
-"""A store on the host for the tensors that a graph saves for backward. At most two of them are on the device too: in
-forward the two that were saved last, in backward the tensor in use and the tensor that is needed next. If memory is
-short (`ahead` is False), at most one tensor is on the device."""
+"""A store on the host for the tensors that a graph saves for backward. At most two of them are on the device as well.
+In forward, these are the two that were saved last. In backward, they are the tensor in use and the one needed next. If
+memory is short (`ahead` is False), at most one tensor is on the device."""
 
 import itertools
 import weakref
@@ -19,7 +19,7 @@ MAX_RESIDENT = 2
 @dataclass(eq=False)
 class Offloaded:
     """The graph's reference to an offloaded tensor: its pages on the host, and its size, stride and dtype. `storage` is
-    never read. While it is referenced, its identity, a key in `HostStore.seen`, cannot be reused."""
+    never read. Referring to it keeps its identity, part of a key in `HostStore.seen`, from being reused."""
 
     index: int  # increases in the order of forward
     pages: list[Tensor]
