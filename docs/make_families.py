@@ -22,9 +22,9 @@ In the table:
 | family | `model_type` | engines that can sample | attention | our modules |
 |---|---|---|---|---|"""
 CHECKED = """
-A model whose family is not in the table trains on transformers' own layers, after a warning. There are two exceptions:
-the [refused families and checkpoints](#refused-by-name), and models whose attention would mix packed sequences: their
-first forward pass raises an error.
+A model whose family is not in the table trains on transformers' own layers, after a warning. There are two exceptions.
+[Refused families and checkpoints](#refused-by-name) raise an error. So does a model whose attention would mix packed
+sequences, in its first forward pass.
 
 ## How each family was checked
 
@@ -83,8 +83,8 @@ lowmem-grpo run gsm8k gpu=24 model=Qwen/Qwen3-30B-A3B engine=transformers
 ```
 
 According to the plan, the model takes 15.55 GiB, including embedding and head in 16 bits. Of its 30.5 billion weights,
-29 billion are in the experts (48 layers of 128), which are loaded in NF4. Loading also needs room for the experts of
-one layer in 16 bits. No step has been measured on a GPU yet.
+29 billion are in the experts (48 layers with 128 experts each), which are loaded in NF4. Loading also needs room for
+the experts of one layer in 16 bits. No step has been measured on a GPU yet.
 
 ## Add a family
 

@@ -102,8 +102,8 @@ async def at_once(value: Any) -> Any:
 
 def asked(name: str) -> Callable[..., Any]:
     """Return a method that asks the code for a result that must be data, such as a length. If the object is immutable
-    plain data, it is fetched once, and the test's process computes the result. Undecided for an object that was made
-    with a value of the test, since it could return what the test expects."""
+    plain data, it is fetched once, and the test's process computes the result. The method raises Undecided if
+    the code made the object with a value of the test: the object could return what the test expects."""
     def ask(self: Subject, *args: Any) -> Any:
         self._not_fed()
         if self._plain and not isinstance(data := self._as_data(None), CHANGEABLE):

@@ -71,7 +71,7 @@ def add_field(message: DescriptorProto, number: int, name: str, kind: str, mark:
 
 
 def add_entry(message: DescriptorProto, name: str, kind: str) -> str:
-    """Add the message of a map's entries, from text to `kind`, and return its name."""
+    """Add the nested protobuf message for a field `map<string, kind>`, and return the message's name."""
     entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
     entry.options.map_entry = True
     add_field(entry, 1, "key", "string")
