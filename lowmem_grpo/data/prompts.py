@@ -145,7 +145,7 @@ def check_dataset(dataset: Any, column: str = "prompt") -> None:
 
 @dataclass(frozen=True)
 class Visit:
-    """What is remembered of a row's visits; a visit is the sampling of a row in an epoch."""
+    """The record of a row's visits; a visit is the sampling of a row in an epoch."""
 
     reward: float | None = None  # if all completions earned the same
     fruitless: int = 0  # visits without a spread of rewards, since the last one with a spread
