@@ -55,15 +55,20 @@ def time_text(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
+def is_number(value: Any) -> bool:
+    """Return whether a value is a real number; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def number(words: str, holds: Callable[[Any], bool]) -> Rule:
-    """Return a rule, described by `words`, for numbers that satisfy `holds`. `True` breaks it; `False` counts as 0."""
-    return words, lambda value: isinstance(value, Real) and value is not True and holds(value)
+    """Return a rule, described by `words`, for numbers that satisfy `holds`."""
+    return words, lambda value: is_number(value) and holds(value)
 
 
 def at_least(least: int, kind: Any = Real) -> Rule:
     """Return a rule that allows whole numbers from `least` up. With the kind `Real`, 8.0 counts as whole."""
     return f"a whole number, at least {least}", lambda value: (
-        isinstance(value, kind) and value is not True and least <= value < math.inf and value % 1 == 0
+        isinstance(value, kind) and not isinstance(value, bool) and least <= value < math.inf and value % 1 == 0
     )
 
 
@@ -84,7 +89,7 @@ SHARE = number("a share, from 0 to 1", lambda value: 0 <= value <= 1)
 DECAY = number("at least 0 and below 1", lambda value: 0 <= value < 1)
 COUNT = at_least(1)
 NUMBERS: Rule = ("a list of numbers", lambda value: isinstance(value, Iterable)
-                 and all(isinstance(each, Real) for each in value))
+                 and all(is_number(each) for each in value))
 FINITE: Rule = ("a list of finite numbers", lambda value: NUMBERS[1](value) and all(map(math.isfinite, value)))
 TRUTH: Rule = ("True or False", lambda value: isinstance(value, bool))
 PATH: Rule = ("a folder's name, which is not empty",
@@ -93,7 +98,7 @@ WHOLE: Rule = ("a whole number", lambda value: isinstance(value, Integral) and n
 SEED = number("a whole number, from -2**63 to 2**64 - 1, as torch takes",
               lambda value: WHOLE[1](value) and -(2**63) <= value < 2**64)
 NUMBER_DICT: Rule = ("a dict of numbers", lambda value: isinstance(value, Mapping)
-                     and all(isinstance(each, Real) for each in value.values()))
+                     and all(is_number(each) for each in value.values()))
 WHOLES: Rule = ("a whole number, or a list of them", lambda value: all(
     WHOLE[1](each) for each in (value if isinstance(value, list | tuple | range) else [value])))
 PATTERN_NUMBERS: Rule = ("a dict of numbers, each by a name or a regular expression", lambda value:

@@ -53,6 +53,15 @@ def test_every_option_that_wants_a_number_says_so(option: str, to_write: str) ->
     assert str(refused.value).endswith(f"write {to_write}")
 
 
+@pytest.mark.parametrize("option", ["beta", "learning_rate", "num_generations", "weight_decay", "min_p"])
+@pytest.mark.parametrize("value", [True, False])
+def test_true_and_false_are_no_numbers(option: str, value: bool) -> None:
+    with pytest.raises(ValueError, match=f"^{option} is {value}; it must be "):
+        GRPOConfig(**{option: value})
+    with pytest.raises(ValueError, match="reward_weights"):
+        GRPOConfig(reward_weights=[value, 1.0])
+
+
 def test_other_texts_are_refused_without_a_word_of_yaml() -> None:
     with pytest.raises(ValueError, match=r"^learning_rate is 'fast'; it must be 0 or above$"):
         GRPOConfig(learning_rate="fast")  # type: ignore[arg-type]

@@ -269,7 +269,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     def sampling(self, seed: int | None, n: int | None = None) -> SamplingParams:
         """Return the sampling parameters of a prompt's completions, with this seed."""
-        own = SamplingParams(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p or 0.0)
+        own = SamplingParams(top_p=self.top_p, top_k=self.top_k, min_p=0.0 if self.min_p is None else self.min_p)
         chosen = {name: getattr(own, name) for name, usual in GRPO_DEFAULTS.items() if getattr(self, name) != usual}
         return replace(self.vllm_sampling_params or own, n=n or self.num_generations, seed=seed,
                        max_tokens=self.max_completion_length, temperature=self.temperature, **chosen)

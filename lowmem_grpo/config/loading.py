@@ -114,7 +114,7 @@ TRANSFORMERS, VLLM = "transformers", "vllm"
 ENGINES = (True, False, TRANSFORMERS, VLLM)
 FOUR, SIXTEEN = "4bit", "16bit"  # forms of weights for sampling
 ANYWHERE = (None, "auto", "balanced", "balanced_low_0", "sequential", "unsloth")  # device maps that name no device
-GPU_SHARE = number("in (0, 1]", lambda value: value is not True and 0 < value <= 1)
+GPU_SHARE = number("in (0, 1]", lambda value: 0 < value <= 1)
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 

@@ -5,18 +5,16 @@
 """
 
 import random
-from typing import Any
 
 from datasets import Dataset
 
+from lowmem_grpo.recipes.arithmetic import correct_answer
 from lowmem_grpo.recipes.countdown import evaluate
 from lowmem_grpo.recipes.eval_task import Exam
 from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import ProblemOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.recipes.tasks import distinct, take
-from lowmem_grpo.recipes.tasks.arithmetic import last_integer
-from lowmem_grpo.rewards.texts import completion_text
 from lowmem_grpo.trainer.play import Play
 
 DEFAULTS = USUAL | {
@@ -63,11 +61,6 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
         {"prompt": [{"role": "user", "content": f"What is {problem}?"}], "answer": calculate(problem)}
         for problem in take(distinct(split, seed, draw_sum, str), size)
     ])
-
-
-def correct_answer(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """Return 1 where the last integer in the policy's last turn, tool calls excluded, is the answer, else 0."""
-    return [float(last_integer(completion_text(c)) == int(a)) for c, a in zip(completions, answer, strict=True)]
 
 
 EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), correct_answer, max_tokens=512, play=PLAY)

@@ -34,3 +34,9 @@ def labels_of(cell: Any) -> list[Any]:
     column with empty cells, 18 is a label too."""
     labels = values_of(cell)
     return [*labels, *(int(label) for label in labels if hasattr(label, "is_integer") and label.is_integer())]
+
+
+def label_text(label: Any) -> str:
+    """Return a label as text; empty for bytes, dicts, lists and arrays, which no answer's text can equal."""
+    many = isinstance(label, (bytes, bytearray, dict, list, tuple, set)) or getattr(label, "ndim", 0) > 0
+    return "" if many else str(label)

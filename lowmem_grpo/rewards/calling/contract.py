@@ -85,7 +85,8 @@ def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dic
     """Return the columns that are passed to functions. RewardError for a column named like an argument."""
     clashes = [name for name in columns if name in (*RESERVED, *(OF_EPISODES if episodes else ()))]
     if clashes:
-        raise RewardError(f"dataset columns {clashes} have names of reward function arguments; rename them")
+        raise RewardError(f"dataset columns {clashes} have names of reward function arguments; rename them (the keys "
+                          "that a rollout_func returns are columns too)")
     return {name: values for name, values in columns.items() if name not in NOT_PASSED}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from lowmem_grpo.rewards.ready.mathematics import Ask, equal, read_answer
 from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, stated, unfenced, whole
 from lowmem_grpo.rewards.reward import AMOUNT, TextReward, TextVerifier, Verdict, VerifiedReward
-from lowmem_grpo.rewards.texts import labels_of
+from lowmem_grpo.rewards.texts import label_text, labels_of
 from lowmem_grpo.utils import POSITIVE, ZERO_OR_MORE, as_python, number, require
 
 LONGEST_MATH = 300  # characters of an answer that is read as mathematics; a longer one is wrong
@@ -36,7 +36,8 @@ def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool
 
 
 def same_text(text: str, label: Any, where: Place, ignore_case: bool) -> Verdict:
-    wanted, answer, written = (" ".join(str(value).split()) for value in (label, stated(str(label)), where(text) or ""))
+    wanted, answer, written = (" ".join(str(value).split()) for value in (
+        label_text(label), stated(label_text(label)), where(text) or ""))
     if not wanted:
         return None
     return written.casefold() in (wanted.casefold(), answer.casefold()) if ignore_case else written in (wanted, answer)
@@ -86,7 +87,7 @@ def same_boxed(text: str, label: Any) -> Verdict:
 def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
     """Return whether an answer equals the label. Return None for an empty label, and if they differ and the label is
     prose. `ask` compares expressions."""
-    written = stated(str(label)) if label is not None else ""
+    written = stated(label_text(label)) if label is not None else ""
     wanted = read_answer(written)
     if not wanted.tokens:
         return None

@@ -59,7 +59,8 @@ def code_passes_tests(
     column: str = "tests", isolation: str | None = None, limits: Limits | None = None, workers: int | None = None,
     where: Place = python_code, batch_seconds: float = BATCH_SECONDS, function: str | None = None,
 ) -> "CodeVerifier":
-    """Return a verifier of Python: right if the code passes every test of its row, None if the row has no tests.
+    """Return a verifier of Python: right if the code passes every test of its row. None (no verdict) if
+    the row has no tests, or none that can run.
 
     `function` is the column that names the tested function if the tests do not: HumanEval's entry_point,
     LiveCodeBench's metadata. `isolation`: None is bubblewrap; "process" is an opt-in to less protection. `limits` apply

@@ -172,6 +172,16 @@ def test_a_label_that_is_no_answer_gives_no_verdict_and_one_line(label: str, cap
     assert rewards.boxed_match().verify(r"\boxed{x}", answer=r"\text{no real solutions}") is False
 
 
+@every_row("label", [b"43", {"value": 43}, [["43"]], [b"43"], [[43, 44], [45, 46]]])
+@every_row("verifier", [rewards.answer_match(), rewards.boxed_match(), rewards.number_match(), rewards.math_match()])
+def test_a_label_that_no_text_can_equal_is_told_of_and_not_counted_as_wrong(
+    verifier: Any, label: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.clear()
+    assert verifier.reward()(completions=[r"\boxed{43}", "43"], answer=[label] * 2) == [None, None]
+    assert "no verdict on 2 of 2 completions" in caplog.text
+
+
 @every_row(("text", "verdict"), [
     ('{"n": 3}', True), ('{"n": 3.0}', True), ('Here:\n```json\n{"n": 3}\n```\nDone.', True), ('```{"n": 3}```', True),
     ('```\n{"n": 1}\n```\n```\n{"m": 3}\n```', False), ('{"n": "3"}', False), ('{"n": 3', False), ("", False),
