@@ -98,7 +98,7 @@ def in_short(prefix: str, router: APIRouter) -> str:
     """Return the methods and paths of a router's routes; of more than four, only their prefix."""
     routes = [route for route in router.routes if isinstance(route, APIRoute)]
     return ", ".join(f"{min(route.methods)} {prefix}{route.path}" for route in routes) if len(routes) < 5 else (
-        f"the routes below {prefix}")
+        f"the routes below {prefix or '/'}")
 
 
 def make_server_app(
