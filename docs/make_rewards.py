@@ -43,7 +43,7 @@ ENTRIES = [
     Entry("verifier", 'regex_match(r"[A-D]", where=last_line)',
           "the pattern matches the whole answer, here the last line", [("I think\nC", True), ("I think\nC.", False)]),
     Entry("verifier", 'json_match({"required": ["city"]})',
-          "the text, or its last fenced block, is valid JSON for the schema (with `json_match()`: a JSON object or list)",
+          "the text, or its last fenced block, is valid JSON for the schema (`json_match()`: a JSON object or list)",
           [('{"city": "Rome"}', True), ('{"town": "Rome"}', False)], {}, "jsonschema"),
     Entry("verifier", "format_match()",
           "the four tags of the example (or your `tags=`) occur once each, in order, with text in each pair and "
