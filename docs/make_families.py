@@ -53,9 +53,9 @@ The rows about vLLM cover the families that vLLM can sample, and come from `test
 PARTS = """
 ## Checkpoints with images or sounds
 
-If the `model_type` of a checkpoint is {kinds}, only its text model is loaded. A merged model
-contains the text model only. The text model has the same log-probabilities and LoRA gradients as the whole model in
-transformers (`tests/models/test_text_backbone.py`).
+If the `model_type` of a checkpoint is {kinds}, only its text model is loaded, and a merged
+model contains only the text model. For texts, log-probabilities and LoRA gradients equal those of the whole model in
+transformers.
 
 A multimodal checkpoint with any other `model_type` loads with all its parts if transformers has a causal language model
 for it, and is refused otherwise. Rows with images are always refused.
@@ -70,7 +70,7 @@ ADD = """
 
 LoRA is on attention only; experts and router stay frozen. Which settings load a mixture of experts:
 
-| setting or checkpoint | Qwen3-MoE | other mixtures of experts, such as Mixtral and Granite-MoE |
+| setting or checkpoint | Qwen3-MoE | other mixtures of experts (not gpt-oss), such as Mixtral and Granite-MoE |
 |---|---|---|
 | `load_in_4bit=True` | loads, unless one tensor of the checkpoint contains several experts | refused: experts would stay in 16 bits |
 | `load_in_fp8=True` | refused: experts would stay in 16 bits | refused: experts would stay in 16 bits |
@@ -93,11 +93,11 @@ room for the experts of one layer in 16 bits. No step has been measured on a GPU
    registry `ALL_ATTENTION_FUNCTIONS`.
 2. Add a row to `FAMILIES` in `lowmem_grpo/memory/families.py`. `decoder("Name", "Prefix")` describes a family like
    Llama, with the classes `PrefixAttention`, `PrefixMLP`, `PrefixRMSNorm` and, in vLLM, `PrefixForCausalLM`. Set the
-   fields in which the family differs; comments in the file explain the fields. Two fields need care:
-    - `lean=False` (of attention, MLP or norm) keeps transformers' own class. Set this if the class does more than the
-      other fields can express.
-    - `vllm=None` says that vLLM cannot sample the family. Set this if vLLM's `models/registry.py` lacks the class
-      `PrefixForCausalLM`, or maps the class to `TransformersForCausalLM`.
+   fields in which the family differs:
+    - `lean=False` (of attention, MLP or norm) keeps transformers' own class. Set `lean=False` if the class does more
+      than the other fields can express.
+    - `vllm=None` says that vLLM cannot sample the family. Set `vllm=None` if vLLM's `models/registry.py` lacks the
+      class `PrefixForCausalLM`, or maps the class to `TransformersForCausalLM`.
 3. In `SHAPES` in `tests/support/families.py`, add the config of a small model: the fields that differ from `SHAPE`.
    Include everything that is special in the family, such as short windows and every kind of layer.
 4. Run `pytest -n 0 tests/models/test_families.py tests/engines/vllm/test_parity.py -k MODEL_TYPE`. If packed
