@@ -68,12 +68,13 @@ REFUSED = """
 ADD = """
 ## Mixtures of experts
 
-LoRA is on attention only; experts and router stay frozen. Which settings load a mixture of experts:
+LoRA is on attention only; experts and router stay frozen. A setting is refused if it would leave the experts in 16
+bits while the rest is quantized.
 
-| setting or checkpoint | Qwen3-MoE | other mixtures of experts (not gpt-oss), such as Mixtral and Granite-MoE |
+| setting or checkpoint | Qwen3-MoE | others, such as Mixtral and Granite-MoE (not gpt-oss) |
 |---|---|---|
-| `load_in_4bit=True` | loads, unless one tensor of the checkpoint contains several experts | refused: experts would stay in 16 bits |
-| `load_in_fp8=True` | refused: experts would stay in 16 bits | refused: experts would stay in 16 bits |
+| `load_in_4bit=True` | loads, unless one tensor of the checkpoint contains several experts | refused |
+| `load_in_fp8=True` | refused | refused |
 | `load_in_4bit=False` (16 bits) | loads | loads with transformers' experts; there is no memory plan |
 | checkpoint stored in 4 bits or FP8 | refused: use the 16-bit checkpoint | refused: use the 16-bit checkpoint |
 
