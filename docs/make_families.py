@@ -71,7 +71,7 @@ ADD = """
 LoRA is on attention only; experts and router stay frozen. A setting is refused if it would leave the experts in 16
 bits while the rest is quantized.
 
-| setting or checkpoint | Qwen3-MoE | others, such as Mixtral and Granite-MoE (not gpt-oss) |
+| setting or checkpoint | Qwen3-MoE | other MoE models (not gpt-oss), such as Mixtral |
 |---|---|---|
 | `load_in_4bit=True` | loads, unless one tensor of the checkpoint contains several experts | refused |
 | `load_in_fp8=True` | refused | refused |
