@@ -86,6 +86,7 @@ NOT_NEGATIVE = number("0 or above", lambda value: value >= 0)  # infinity too
 ZERO_OR_MORE = number("0 or above", lambda value: 0 <= value < math.inf)
 POSITIVE = number("above 0", lambda value: 0 < value < math.inf)
 SHARE = number("a share, from 0 to 1", lambda value: 0 <= value <= 1)
+TEMPERATURE = number("0 (greedy), or 1e-6 or above", lambda value: value == 0 or 1e-6 <= value < math.inf)
 DECAY = number("at least 0 and below 1", lambda value: 0 <= value < 1)
 COUNT = at_least(1)
 NUMBERS: Rule = ("a list of numbers", lambda value: isinstance(value, Iterable)

@@ -1,5 +1,7 @@
 """Bytes and seconds in words; what is no number is refused; what YAML takes for text with what to write."""
 
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import yaml
 from tables import every_row
 from trl import TrlParser
 
-from lowmem_grpo import GRPOConfig, RLOOConfig, SFTConfig
+from lowmem_grpo import GRPOConfig, RLOOConfig, SamplingParams, SFTConfig
 from lowmem_grpo.config.from_trl import settings_of
+from lowmem_grpo.environments import AskBase
 from lowmem_grpo.models.lora_targets import check_plain
 from lowmem_grpo.utils import GIB, MIB, size_text, time_text
 
@@ -60,6 +63,14 @@ def test_true_and_false_are_no_numbers(option: str, value: bool) -> None:
         GRPOConfig(**{option: value})
     with pytest.raises(ValueError, match="reward_weights"):
         GRPOConfig(reward_weights=[value, 1.0])
+
+
+@pytest.mark.parametrize("value", [1e-300, 1e-7, -1, math.inf, math.nan, False])
+def test_a_temperature_at_which_float32_logits_overflow_is_refused(value: float) -> None:
+    for call in (GRPOConfig, SamplingParams, partial(AskBase, "Hello?", print)):
+        with pytest.raises(ValueError, match=r"temperature is .* 1e-6 or above"):
+            call(temperature=value)
+    assert GRPOConfig(temperature=1e-6).temperature == SamplingParams(temperature=1e-6).temperature == 1e-6
 
 
 def test_other_texts_are_refused_without_a_word_of_yaml() -> None:

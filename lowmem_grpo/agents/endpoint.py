@@ -21,7 +21,6 @@ from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import CLOSE, HOSTS, LOOPBACK, made_for, make_server_app, open_socket
 from lowmem_grpo.server.users import Users
 
-ROUTES = "POST /v1/chat/completions, POST /v1/completions, GET /v1/models and GET /health"
 START = 30.0  # seconds that the server may need to start
 S = TypeVar("S", bound=Session)
 
@@ -46,7 +45,7 @@ class Endpoint:
         self.completions = Completions(lambda holder: chat, self.sessions, self.limits, self.closing)
         routers = {"/v1": openai_router(self.completions),
                    "/s/{session}/v1": openai_router(self.completions, texts=False)}
-        self.server = made_for(make_server_app(routers, Users(self.api_key), self.limits, routes=ROUTES))
+        self.server = made_for(make_server_app(routers, Users(self.api_key), self.limits))
         self.lock, self.closed = threading.Lock(), False
         self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()), name="lowmem-grpo endpoint",
                                        daemon=True)

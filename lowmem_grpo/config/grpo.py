@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from lowmem_grpo import utils
 from lowmem_grpo.config.loading import GPU_SHARE
 from lowmem_grpo.config.sampling import Draws, EpisodeSettings, SamplingParams, StrategySettings, as_sampling_params
 from lowmem_grpo.config.shared import TrainSettings
@@ -105,7 +106,8 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
     RANGES: ClassVar[dict[str, Rule]] = {
         "num_generations": ("a whole number, 2 or more: GRPO compares completions of one prompt (8 is usual)",
                             at_least(2)[1]),
-        "temperature": ("above 0, as at 0 all completions of a prompt are the same (1.0 is usual)", POSITIVE[1]),
+        "temperature": ("1e-6 or above, as at 0 all completions of a prompt are the same (1.0 is usual)",
+                        lambda value: value != 0 and utils.TEMPERATURE[1](value)),
         "max_prompt_length": COUNT, "steps_per_generation": COUNT, "num_iterations": COUNT,
         "generation_batch_size": COUNT,
         "truncate_prompts": TRUTH,

@@ -8,6 +8,7 @@ from importlib import import_module
 from numbers import Integral
 from typing import Any, ClassVar
 
+from lowmem_grpo import utils
 from lowmem_grpo.config.unsupported import CheckedCall, Table, only
 from lowmem_grpo.utils import COUNT, POSITIVE, TEXTS, TRUTH, ZERO_OR_MORE, Rule, at_least, check_ranges, number, one_of
 
@@ -63,7 +64,7 @@ class SamplingParams(metaclass=CheckedCall):
     unsupported = FIXED  # the table that `CheckedCall` reads
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        "n": COUNT, "temperature": ZERO_OR_MORE, "top_p": number("in (0, 1]", lambda value: 0 < value <= 1),
+        "n": COUNT, "temperature": utils.TEMPERATURE, "top_p": number("in (0, 1]", lambda value: 0 < value <= 1),
         "top_k": number("-1 or 0 (off), or above", lambda value: value >= -1 and value % 1 == 0),
         "min_p": number("in [0, 1]", lambda value: 0 <= value <= 1), "max_tokens": COUNT,
         "stop": (f"{TEXTS[0]}, none of them empty", lambda value: TEXTS[1](value) and "" not in (value, *value)),

@@ -197,6 +197,7 @@ def logprobs_of(row: int, entries: Any, trained: list[bool]) -> list[float]:
     if not isinstance(values, (list, tuple)):
         raise RolloutFuncError(f"rollout_func: logprobs[{row}] is {shown(values)}; it is a list with a number for each "
                                f"token of completion_ids[{row}]")
+    values = [plain(value) for value in values]
     same_length("logprobs", row, values, len(trained))
     for place, (value, drawn) in enumerate(zip(values, trained, strict=True)):
         number = isinstance(value, (int, float)) and math.isfinite(value) and value <= ROUNDING

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -93,18 +94,22 @@ def as_response(error: ChatError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, error.headers | headers)
 
 
+def in_short(prefix: str, router: APIRouter) -> str:
+    """Return the methods and paths of a router's routes; of more than four, only their prefix."""
+    routes = [route for route in router.routes if isinstance(route, APIRoute)]
+    return ", ".join(f"{min(route.methods)} {prefix}{route.path}" for route in routes) if len(routes) < 5 else (
+        f"the routes below {prefix or '/'}")
+
+
 def make_server_app(
     routers: Mapping[str, APIRouter], holds: Callable[[str], object], limits: Limits, everywhere: bool = False,
-    routes: str = "",
 ) -> ASGIApp:
     """Return an application of `routers` by prefix, behind a `Gate` that looks keys up with `holds`. `everywhere`
-    accepts any Host header, not only loopback names. `routes` is the list of routes in the message of a 404."""
+    accepts any Host header, not only loopback names."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     for prefix, router in routers.items():
         app.include_router(router, prefix=prefix)
-    paths = {prefix: [getattr(route, "path", "") for route in router.routes] for prefix, router in routers.items()}
-    few = (f"{', '.join(each) if len(each) < 5 else 'those'} below {prefix}" for prefix, each in paths.items())
-    routes = routes or ", ".join(["GET /health", *few])
+    routes = ", ".join(["GET /health", *map(in_short, routers, routers.values())])
 
     @app.get(WITHOUT_KEY)
     async def health() -> dict[str, str]:

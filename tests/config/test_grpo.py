@@ -42,7 +42,7 @@ BAD_VALUES = [  # an option, a bad value, and what the message says is allowed
     ("top_p", 0, "(0, 1]"), ("top_p", 1.5, "(0, 1]"), ("top_k", -2, "-1 or 0"), ("min_p", 2.0, "[0, 1]"),
     ("warmup_ratio", -0.5, "from 0 to 1"),
     ("max_steps", 0, "above 0, or -1"), ("max_steps", -2, "above 0, or -1"), ("temperature", 0, "1.0 is usual"),
-    ("temperature", -0.5, "above 0"),
+    ("temperature", -0.5, "1e-6 or above"),
     *[("seed", wrong, "from -2**63 to 2**64 - 1") for wrong in (2**64, -(2**63) - 1, True)],
     ("learning_rate", "1e-5", "0 or above"), ("save_steps", None, "at least 1"), ("logging_steps", True, "at least 1"),
 ]

@@ -5,7 +5,7 @@ from tables import not_refused
 from lowmem_grpo.config.sampling import SamplingParams
 
 WITHOUT_SENSE = [
-    ("n", 0, "at least 1"), ("temperature", -1, "0 or above"), ("top_p", 0, "in (0, 1]"), ("top_p", 1.1, "in (0, 1]"),
+    ("n", 0, "at least 1"), ("temperature", -1, "1e-6 or "), ("top_p", 0, "in (0, 1]"), ("top_p", 1.1, "in (0, 1]"),
     ("top_k", -2, "-1 or 0"), ("min_p", -0.1, "in [0, 1]"), ("min_p", 1.1, "in [0, 1]"), ("max_tokens", 0, "at least"),
 ]
 

@@ -1,11 +1,16 @@
 """The programs on the page about the server run as they are printed."""
 
+import asyncio
 import re
 import runpy
 from pathlib import Path
 
 import pytest
 from served import OWNER, serving
+
+from lowmem_grpo.server.openai.routes import Completions, openai_router
+from lowmem_grpo.server.openai.sessions import OpenSessions
+from lowmem_grpo.server.requests import Limits
 
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 
@@ -26,3 +31,10 @@ def test_the_program_without_a_client_trains_and_samples(
     losses = [float(one) for one in re.findall(r"'loss:sum': ([\d.]+)", said)]
     assert len(losses) == 4 and losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
     assert said.count("'stop_reason'") == 2
+
+
+def test_every_route_of_openais_api_is_on_the_page() -> None:
+    limits = Limits()
+    router = openai_router(Completions(lambda holder: None, OpenSessions(limits), limits, asyncio.Event()))
+    routes = {f"`/v1{route.path.replace('{name:path}', 'NAME')}`" for route in router.routes}
+    assert len(routes) == 4 and {route for route in routes if route not in PAGE.read_text()} == set()

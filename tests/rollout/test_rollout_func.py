@@ -5,6 +5,7 @@ from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from small_models import TINY
@@ -97,6 +98,9 @@ def test_tensors_and_numpy_integers_are_taken_as_numbers() -> None:
     ids = [torch.tensor([7, 8, END])] * 2 + [list(torch.tensor([7, 8, END]).numpy())] * 2
     (first, _), (third, _) = played(GOOD | {"completion_ids": ids, "logprobs": torch.full((4, 3), -1.0)})
     assert first.completion_ids == third.completion_ids == [7, 8, END] and first.rollout_logprobs == [-1.0] * 3
+    for scalar in (torch.tensor(-1.0), np.float32(-1.0), np.float16(-1.0)):
+        (scalars, _), _ = played(GOOD | {"logprobs": [[scalar] * 3] * 4})
+        assert scalars.rollout_logprobs == [-1.0] * 3 and {type(one) for one in scalars.rollout_logprobs} == {float}
 
 
 @every_row(("returned", "says"), [

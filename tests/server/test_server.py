@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from fastapi import APIRouter
+from fastapi.testclient import TestClient
 from programs import usual_signals
 
-from lowmem_grpo.server.server import ended_by_signals, open_socket
+from lowmem_grpo.server.requests import Limits
+from lowmem_grpo.server.server import ended_by_signals, make_server_app, open_socket
 from lowmem_grpo.server.server_dir import ADDRESS, Address, ServerDir, read_address
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a server needs the locks of Linux and macOS")
@@ -72,3 +75,15 @@ def test_a_missing_or_damaged_address_is_told_with_what_to_do(text: str | None, 
     with pytest.raises(OSError, match="no server is known here" if text is None else "does not say where a server is"):
         read_address(tmp_path)
     assert ServerDir(tmp_path).key().startswith("tml-")
+
+
+def test_an_unknown_route_is_answered_with_the_routes_that_there_are() -> None:
+    few, many = APIRouter(), APIRouter()
+    few.add_api_route("/models", lambda: {})
+    few.add_api_route("/chat", lambda: {}, methods=["POST"])
+    for number in range(5):
+        many.add_api_route(f"/{number}", lambda: {})
+    app = make_server_app({"/v1": few, "/api": many}, lambda key: True, Limits())
+    reply = TestClient(app, "http://localhost").get("/v1/chat/x", headers={"Authorization": "Bearer key"})
+    assert reply.status_code == 404 and reply.json()["error"]["message"] == (
+        "there is no GET /v1/chat/x; there are GET /health, GET /v1/models, POST /v1/chat, the routes below /api")

@@ -210,8 +210,7 @@ def page_app(page: Page, everywhere: bool = False, other: ASGIApp | None = None)
     """Return the application of the page at `/` and below `/page`, with security headers on every reply; all other
     paths go to the application `other`, if given. `everywhere` accepts any Host header. Users are known by a cookie, so
     the gate asks for no key."""
-    app = make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere,
-                          "GET / and those below /page")
+    app = make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_safely(message: Message) -> None:
