@@ -53,7 +53,7 @@ GET_PEFT_MODEL: Table = BOTH | {
     **off("Only LoRA weights are trained; name modules in target_modules instead.", "modules_to_save"),
     **off("Leave it out; LoRA starts at zero.", "loftq_config"),
     **off("Embeddings stay frozen; train LoRA on linear layers.", "trainable_token_indices"),
-    **off("All layers are checkpointed alike: use_gradient_checkpointing is \"offload\", True or False.",
+    **off("use_gradient_checkpointing chooses the layers: it is \"auto\", \"offload\", True or False.",
           "checkpoint_skip_layers"),
     **off("Only plain LoRA is trained; use_rslora=True scales it by the root of the rank.", "use_dora"),
     **off("Only plain LoRA is trained; leave it out.", "lora_bias", "layer_replication", "alora_invocation_tokens",
