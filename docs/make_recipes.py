@@ -27,7 +27,7 @@ from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.options import ProblemOptions, RecipeOptions
-from lowmem_grpo.recipes.presets import CPU, OTHER_MODELS, SIZES, Preset
+from lowmem_grpo.recipes.presets import OTHER_MODELS, SIZES, Preset
 from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.runs.views.chart import LINES, smooth, window
 from lowmem_grpo.utils import GIB, MIB
@@ -122,7 +122,7 @@ def measured_line(row: dict[str, Any]) -> str:
     """One row of the table."""
     name = row["recipe"]
     if "missing" in row:
-        return f"| [{name}](#{name}) | missing: {row['missing'][:80]} {'| ' * 8}|"
+        return f"| [{name}](#{name}) | missing: {row['missing'][:80]} {'| ' * 7}|"
     memory = row["peak_bytes"] if row["gpu"] else row["host_peak_bytes"]
     median = sorted(row["step_seconds"])[len(row["step_seconds"]) // 2]
     cells = [f"[{name}](#{name})", WORDS[name]["teaches"], row["model"], share(row, "before"), share(row, "after"),
@@ -159,10 +159,9 @@ def filled(text: str, indent: str = "") -> str:
 
 
 def preset_tables() -> list[str]:
-    """Return a table of the usual preset of each size, and a table of the presets of each recipe."""
-    sizes = (CPU, *SIZES)
-    heads = [f"| {' | '.join([head_of(size), *map(str, usual(size)), *peaks(size)])} |" for size in sizes]
-    return [TEXTS["presets"], *heads, TEXTS["cells"], *map(preset_row, RECIPES)]
+    """Return a table of the usual preset of each card size, and a table of the presets of each recipe for cards."""
+    heads = [f"| {' | '.join([head_of(size), *map(str, usual(size)), *peaks(size)])} |" for size in SIZES]
+    return [TEXTS["presets"], *heads, TEXTS["cells"], *map(preset_row, filter(presets_for_cards, RECIPES))]
 
 
 def head_of(size: str) -> str:
@@ -171,28 +170,26 @@ def head_of(size: str) -> str:
 
 def usual(size: str) -> tuple[str, int]:
     """Return the model and the LoRA rank that most recipes have for this size."""
-    presets = [preset_of(name, size) for name in RECIPES]
-    return Counter((preset.model, preset.lora_rank) for preset in presets if preset).most_common(1)[0][0]
+    presets = [presets_for_cards(name)[size] for name in filter(presets_for_cards, RECIPES)]
+    return Counter((preset.model, preset.lora_rank) for preset in presets).most_common(1)[0][0]
 
 
-def preset_of(name: str, size: str) -> Preset | None:
-    """Return the preset of a recipe for a size; None if the recipe has only a CPU preset, for every machine."""
-    return module_of(name).PRESETS.get(size)
+def presets_for_cards(name: str) -> dict[str, Preset]:
+    """Return the presets of a recipe by card size; {} if the recipe has only a CPU preset, for every machine."""
+    return {size: preset for size, preset in module_of(name).PRESETS.items() if size in SIZES}
 
 
 def preset_row(name: str) -> str:
     """Return the contexts and completions per step of a recipe's presets, and what is not as usual."""
-    presets = {size: preset_of(name, size) or preset_of(name, CPU) for size in (CPU, *SIZES)}
-    steps = {size: config_of(name, preset).completions_per_step for size, preset in presets.items() if preset}
-    contexts = {size: preset.max_seq_length for size, preset in presets.items() if preset}
-    unusual = ["gpu=cpu on every machine"] if preset_of(name, SIZES[0]) is None else [
-        f"{head_of(size)}: {text}" for size in (CPU, *SIZES) if (text := unusual_in(name, size))]
-    cells = [f"[{name}](#{name})", str(contexts[CPU]), on_cards(contexts), str(steps[CPU]), on_cards(steps),
-             "; ".join(unusual) or "none"]
+    presets = presets_for_cards(name)
+    steps = {size: config_of(name, preset).completions_per_step for size, preset in presets.items()}
+    contexts = {size: preset.max_seq_length for size, preset in presets.items()}
+    unusual = [f"{head_of(size)}: {text}" for size in SIZES if (text := unusual_in(name, size))]
+    cells = [f"[{name}](#{name})", by_size(contexts), by_size(steps), "; ".join(unusual) or "as above"]
     return f"| {' | '.join(cells)} |"
 
 
-def on_cards(values: dict[str, int]) -> str:
+def by_size(values: dict[str, int]) -> str:
     """Return the value of most card sizes, and the sizes that have another."""
     most = Counter(values[size] for size in SIZES).most_common(1)[0][0]
     others = [f"{values[size]} with {head_of(size)}" for size in SIZES if values[size] != most]
@@ -205,18 +202,16 @@ def config_of(name: str, preset: Preset) -> GRPOConfig:
 
 def unusual_in(name: str, size: str) -> str:
     """Return the model and the LoRA rank of a recipe's preset, where they are not as usual for the size."""
-    preset, (model, rank) = preset_of(name, size), usual(size)
-    if preset is None:
-        return ""
+    preset, (model, rank) = presets_for_cards(name)[size], usual(size)
     texts = [preset.model] * (preset.model != model) + [f"LoRA rank {preset.lora_rank}"] * (preset.lora_rank != rank)
     return ", ".join(texts)
 
 
 def peaks(size: str) -> list[str]:
     """Return the ranges of the planned peaks over all recipes in GiB, on the GPU and on the host."""
-    presets = {name: preset for name in RECIPES if size != CPU and (preset := preset_of(name, size))}
+    presets = {name: presets_for_cards(name)[size] for name in filter(presets_for_cards, RECIPES)}
     figures = [planned(size, preset, config_of(name, preset)) for name, preset in presets.items()]
-    return [f"{min(each):.1f} to {max(each):.1f}" for each in zip(*figures, strict=True)] or ["no GPU", "not planned"]
+    return [f"{min(each):.1f} to {max(each):.1f}" for each in zip(*figures, strict=True)]
 
 
 def planned(size: str, preset: Preset, config: GRPOConfig, engine: str = "vllm") -> tuple[float, float]:
