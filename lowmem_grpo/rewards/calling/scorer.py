@@ -198,7 +198,7 @@ def put_together(calls: list[Call], names: list[str], spans: dict[int, range]) -
 
 
 def put(values: list[Any], places: Sequence[int], parts: list[Any]) -> None:
-    """Write each of `parts` into `values`, at its position in `places`."""
+    """Write `parts[i]` to `values[places[i]]`, for every i."""
     for place, part in zip(places, parts, strict=True):
         values[place] = part
 

@@ -129,7 +129,8 @@ def failed(name: str, error: Exception, columns: Sequence[str], limit: float = m
 
 
 def missing_column(error: Exception, columns: Sequence[str]) -> str | None:
-    """Return the part of a message that names a missing column (an argument, or a KeyError's key), or None."""
+    """If a function failed because a column is missing, return the words that name the column; else None. The column is
+    a required argument, or the key of a KeyError."""
     if isinstance(error, MissingColumnError):
         return "it requires " + str(error).partition(" requires ")[2].partition("; available")[0]
     key = error.__cause__.args[0] if isinstance(error.__cause__, KeyError) and error.__cause__.args else None

@@ -115,7 +115,7 @@ class CannotStart(RuntimeError):  # noqa: N818, the name says it
 
 
 class Worker(contextlib.AbstractContextManager["Worker"]):
-    """A sandboxed process that follows one order to `inside`. Close it, or use it in a `with` statement."""
+    """A sandboxed process that runs inside.py and follows one order. Close it, or use it in a `with` statement."""
 
     def __init__(self, isolation: str, limits: Limits, order: dict[str, Any]) -> None:
         """Start the process and wait until it has given up its rights. CannotStart if it does not get that far."""
