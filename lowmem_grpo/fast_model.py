@@ -241,7 +241,7 @@ def check_bare(model: Any) -> None:
 
 
 def has_this_lora(model: Any, arguments: dict[str, Any]) -> TypeGuard[FastPeftModel]:
-    """Return whether the model has LoRA that `get_peft_model` made with these arguments; if so, warn that it is kept."""
+    """Return whether the model has LoRA that get_peft_model made with these arguments; if so, warn that it is kept."""
     same = isinstance(model, FastPeftModel) and model.loaded.lora_arguments == arguments
     if same := same and any(".lora_A." in name for name, _ in model.named_parameters()):
         logger.warning("the model has this LoRA already, and goes on from it; load the model again to begin anew")

@@ -157,7 +157,7 @@ class RolloutGroup:
 
 @dataclass
 class MicroBatch:
-    """S whole sequences packed without padding into T positions; see the alignment rule above.
+    """S whole sequences packed without padding into T positions; see the alignment rule at the top of types.py.
 
     The sequences belong to R rollouts: one per rollout, or several if an episode's history was rewritten. Sequences of
     one prompt share the positions of its tokens, except that of its last token. `sources` gathers the tokens into a

@@ -34,7 +34,7 @@ NOBODY = "65534"
 def command(isolation: str, limits: Limits, descriptor: int, folder: str) -> tuple[list[str], dict[str, Any]]:
     """Return (command, paths). The command runs `inside.main` in Python without site-packages, environment or bytecode
     files. The paths, as the process sees them, are the scratch directory, the package, and what Landlock lets it read
-    (None in a namespace). `descriptor` is the socket's; `folder` is the scratch directory for `process`."""
+    (None in a namespace). `descriptor` is the socket's; `folder` is the scratch directory without a namespace."""
     bare = isolation == "process"
     root = str(HERE.parent) if bare else ROOT
     words = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", "-c", INSIDE.format(root=root),
