@@ -1,4 +1,4 @@
-"""Write docs/recipes.md, and the picture docs/recipes/NAME.svg of every recipe.
+"""Write docs/recipes.md, and the picture docs/recipes/NAME.svg of every recipe in which a model learned.
 
     python docs/make_recipes.py
 
@@ -27,7 +27,7 @@ from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.options import ProblemOptions, RecipeOptions
-from lowmem_grpo.recipes.presets import CPU, OTHER_MODELS, SIZES, Preset
+from lowmem_grpo.recipes.presets import OTHER_MODELS, SIZES, Preset
 from lowmem_grpo.runs.accuracy import wilson_interval
 from lowmem_grpo.runs.views.chart import LINES, smooth, window
 from lowmem_grpo.utils import GIB, MIB
@@ -59,11 +59,30 @@ def page() -> str:
 
 
 def measured() -> list[str]:
-    """Return a table for each machine, and what the columns mean."""
+    """Return a table for each machine, what the columns mean, and the recipes in which no model learned."""
     rows = [row for _, row in sorted(read_rows().items(), key=lambda item: order(item[0]))]
-    tables = [[TEXTS["measured"].format(machine), *(measured_line(row) for row in group)]
-              for machine, group in groupby(rows, lambda row: f"{row['gpu'] or row['cpu']}, {row['cores']} cores")]
-    return [*"\n\n".join("\n".join(lines) for lines in tables).split("\n"), TEXTS["foot"]]
+    tables = [measured_table(list(group)) for _, group in groupby(filter(worth_showing, rows), machine_of)]
+    names = [row["recipe"] for row in rows if not worth_showing(row)]
+    lines = "\n".join(f"- [{name}](#{name}): {WORDS[name]['teaches']}" for name in names)
+    unlearned = [TEXTS["unlearned"].format(lines)] if names else []
+    return ["\n\n".join(tables), TEXTS["foot"], *unlearned]
+
+
+def worth_showing(row: dict[str, Any]) -> bool:
+    """Return whether the page shows a row: one from a GPU, one whose run failed, or one in which a model learned."""
+    before, after = row.get("accuracy_before") or 0, row.get("accuracy_after") or 0
+    return bool(row["gpu"]) or "missing" in row or after > before
+
+
+def machine_of(row: dict[str, Any]) -> str:
+    return f"{row['gpu'] or row['cpu']}, {row['cores']} cores"
+
+
+def measured_table(rows: list[dict[str, Any]]) -> str:
+    """Return the table of the rows of one machine."""
+    memory = "peak memory allocated by torch" if rows[0]["gpu"] else "peak resident memory of the process"
+    head = TEXTS["measured"].format(machine=machine_of(rows[0]), memory=memory)
+    return "\n".join([head, *map(measured_line, rows)])
 
 
 def not_on_a_card() -> list[str]:
@@ -83,8 +102,8 @@ def other_models() -> list[str]:
         chosen = {size: replace(presets[size], model=model) for size in SIZES}
         configs = {size: GRPOConfig(**(defaults | presets[size].settings)) for size in SIZES}
         peaks = [f"{planned(size, chosen[size], configs[size], engine)[0]:.1f}" for size in SIZES]
-        lines.append(f"| `run gsm8k model={model}{added}` | {' | '.join(peaks)} |")
-    sizes, rule = " | ".join(f"GiB with gpu={size}" for size in SIZES), "|".join(["---"] * len(SIZES))
+        lines.append(f"| `lowmem-grpo run gsm8k model={model}{added}` | {' | '.join(peaks)} |")
+    sizes, rule = " | ".join(f"planned peak with gpu={size}, GiB" for size in SIZES), "|".join(["---"] * len(SIZES))
     return [TEXTS["others"].format(sizes=sizes, rule=rule), *lines]
 
 
@@ -103,11 +122,11 @@ def measured_line(row: dict[str, Any]) -> str:
     """One row of the table."""
     name = row["recipe"]
     if "missing" in row:
-        return f"| [{name}](#{name}) | missing: {row['missing'][:80]} {'| ' * 10}|"
+        return f"| [{name}](#{name}) | missing: {row['missing'][:80]} {'| ' * 7}|"
     memory = row["peak_bytes"] if row["gpu"] else row["host_peak_bytes"]
     median = sorted(row["step_seconds"])[len(row["step_seconds"]) // 2]
     cells = [f"[{name}](#{name})", WORDS[name]["teaches"], row["model"], share(row, "before"), share(row, "after"),
-             *ends(row["rewards"]), str(row["steps"]), f"{median:.2f}", f"{row['command_seconds']:.0f}",
+             str(row["steps"]), f"{median:.2f}", f"{row['command_seconds']:.0f}",
              f"{memory / MIB:.0f}"]
     return f"| {' | '.join(cells)} |"
 
@@ -120,23 +139,12 @@ def share(row: dict[str, Any], when: str) -> str:
     return f"{found:.1%} ({low:.1%} to {high:.1%})"
 
 
-def ends(rewards: list[float | None]) -> tuple[str, str]:
-    """Return the mean rewards of the first and of the last five steps (or fewer) that have a reward."""
-    paid = [reward for reward in rewards if reward is not None]
-    if not paid:
-        return "no scores", "no scores"
-    count = max(1, min(5, len(paid) // 2))
-    first, last = paid[:count], paid[-count:]
-    return f"{sum(first) / len(first):.2f}", f"{sum(last) / len(last):.2f}"
-
-
 def section(name: str) -> list[str]:
     """Return the lines on one recipe."""
     words, module = WORDS[name], module_of(name)
-    *first, last = words["about"].strip().split("\n\n")
     return [
         "", f"## {name}", "",
-        "\n\n".join(map(filled, [*first, f"{last} Source: [{name}.py](../lowmem_grpo/recipes/{name}.py)."])), "",
+        "\n\n".join(map(filled, words["about"].strip().split("\n\n"))), "",
         *(f"    {command}" for command in words["commands"]), "",
         "**Rewards**", "", *(filled(f"- {line}", "  ") for line in words["rewards"]), "",
         *own_options(module.OPTIONS),
@@ -151,47 +159,41 @@ def filled(text: str, indent: str = "") -> str:
 
 
 def preset_tables() -> list[str]:
-    """Return a table of the usual preset of each size, and a table of the presets of each recipe."""
-    sizes = (CPU, *SIZES)
-    heads = [f"| {' | '.join([head_of(size), *map(str, usual(size)), budget(size), *peaks(size)])} |" for size in sizes]
-    columns = " | ".join(f"context in tokens, {head_of(size)}" for size in sizes)
-    titles = f"| recipe | {columns} | completions per step on a CPU | completions per step on a GPU | exceptions |"
-    rule = "|---" * titles.count(" | ") + "|---|"
-    return [TEXTS["presets"], *heads, TEXTS["cells"], titles, rule, *map(preset_row, RECIPES)]
+    """Return a table of the usual preset of each card size, and a table of the presets of each recipe for cards."""
+    heads = [f"| {' | '.join([head_of(size), *map(str, usual(size)), *peaks(size)])} |" for size in SIZES]
+    return [TEXTS["presets"], *heads, TEXTS["cells"], *map(preset_row, filter(presets_for_cards, RECIPES))]
 
 
 def head_of(size: str) -> str:
     return f"gpu={size}"
 
 
-def budget(size: str) -> str:
-    """Return the memory of a card of this size that a run may use, in GiB."""
-    return "no GPU" if size == CPU else f"{device(f'{size}GB').budget / GIB:.1f}"
-
-
 def usual(size: str) -> tuple[str, int]:
     """Return the model and the LoRA rank that most recipes have for this size."""
-    presets = [preset_of(name, size) for name in RECIPES]
-    return Counter((preset.model, preset.lora_rank) for preset in presets if preset).most_common(1)[0][0]
+    presets = [presets_for_cards(name)[size] for name in filter(presets_for_cards, RECIPES)]
+    return Counter((preset.model, preset.lora_rank) for preset in presets).most_common(1)[0][0]
 
 
-def preset_of(name: str, size: str) -> Preset | None:
-    """Return the preset of a recipe for a size; None if the recipe has only a CPU preset, for every machine."""
-    return module_of(name).PRESETS.get(size)
+def presets_for_cards(name: str) -> dict[str, Preset]:
+    """Return the presets of a recipe by card size; {} if the recipe has only a CPU preset, for every machine."""
+    return {size: preset for size, preset in module_of(name).PRESETS.items() if size in SIZES}
 
 
 def preset_row(name: str) -> str:
     """Return the contexts and completions per step of a recipe's presets, and what is not as usual."""
-    presets = {size: preset_of(name, size) or preset_of(name, CPU) for size in (CPU, *SIZES)}
-    steps = {size: str(config_of(name, preset).completions_per_step) for size, preset in presets.items() if preset}
-    most = Counter(steps[size] for size in SIZES).most_common(1)[0][0]
-    others = [f"{steps[size]} with {head_of(size)}" for size in SIZES if steps[size] != most]
-    unusual = ["on every machine: preset of gpu=cpu"] if preset_of(name, SIZES[0]) is None else [
-        f"{head_of(size)}: {text}" for size in (CPU, *SIZES) if (text := unusual_in(name, size))]
-    contexts = [str(preset.max_seq_length) for preset in presets.values() if preset]
-    on_cards = f"{most} ({', '.join(others)})" if others else most
-    cells = [f"[{name}](#{name})", *contexts, steps[CPU], on_cards, "; ".join(unusual) or "none"]
+    presets = presets_for_cards(name)
+    steps = {size: config_of(name, preset).completions_per_step for size, preset in presets.items()}
+    contexts = {size: preset.max_seq_length for size, preset in presets.items()}
+    unusual = [f"{head_of(size)}: {text}" for size in SIZES if (text := unusual_in(name, size))]
+    cells = [f"[{name}](#{name})", by_size(contexts), by_size(steps), "; ".join(unusual) or "as above"]
     return f"| {' | '.join(cells)} |"
+
+
+def by_size(values: dict[str, int]) -> str:
+    """Return the value of most card sizes, and the sizes that have another."""
+    most = Counter(values[size] for size in SIZES).most_common(1)[0][0]
+    others = [f"{values[size]} with {head_of(size)}" for size in SIZES if values[size] != most]
+    return f"{most} ({', '.join(others)})" if others else str(most)
 
 
 def config_of(name: str, preset: Preset) -> GRPOConfig:
@@ -200,18 +202,16 @@ def config_of(name: str, preset: Preset) -> GRPOConfig:
 
 def unusual_in(name: str, size: str) -> str:
     """Return the model and the LoRA rank of a recipe's preset, where they are not as usual for the size."""
-    preset, (model, rank) = preset_of(name, size), usual(size)
-    if preset is None:
-        return ""
+    preset, (model, rank) = presets_for_cards(name)[size], usual(size)
     texts = [preset.model] * (preset.model != model) + [f"LoRA rank {preset.lora_rank}"] * (preset.lora_rank != rank)
     return ", ".join(texts)
 
 
 def peaks(size: str) -> list[str]:
     """Return the ranges of the planned peaks over all recipes in GiB, on the GPU and on the host."""
-    presets = {name: preset for name in RECIPES if size != CPU and (preset := preset_of(name, size))}
+    presets = {name: presets_for_cards(name)[size] for name in filter(presets_for_cards, RECIPES)}
     figures = [planned(size, preset, config_of(name, preset)) for name, preset in presets.items()]
-    return [f"{min(each):.1f} to {max(each):.1f}" for each in zip(*figures, strict=True)] or ["no GPU", "not planned"]
+    return [f"{min(each):.1f} to {max(each):.1f}" for each in zip(*figures, strict=True)]
 
 
 def planned(size: str, preset: Preset, config: GRPOConfig, engine: str = "vllm") -> tuple[float, float]:
@@ -227,11 +227,15 @@ def planned(size: str, preset: Preset, config: GRPOConfig, engine: str = "vllm")
 
 def curve(name: str) -> list[str]:
     """The picture, where there is a row to draw."""
-    rows = [row for (recipe, _), row in sorted(read_rows().items()) if recipe == name and "missing" not in row]
+    rows = [row for (recipe, _), row in sorted(read_rows().items()) if recipe == name and pictured(row)]
     if not rows:
         return []
     row = rows[-1]
-    return ["", f"![Mean reward of {row['steps']} steps with the model {row['model']}](recipes/{name}.svg)"]
+    return ["", f"![Mean reward of {row['steps']} steps](recipes/{name}.svg)"]
+
+
+def pictured(row: dict[str, Any]) -> bool:
+    return worth_showing(row) and "missing" not in row
 
 
 def shared_options() -> dict[str, str]:
@@ -270,9 +274,16 @@ def own_options(kind: type[RecipeOptions]) -> list[str]:
 
 def option_table(kind: type[RecipeOptions], defaults: dict[str, str]) -> list[str]:
     """Return a table with a line for each of these options and their defaults."""
-    told = {name: text for base in reversed(kind.__mro__[:-1]) for name, text in docs_of(base).items()}
+    told = {name: text if base.__module__ in (kind.__module__, RecipeOptions.__module__) else see(base)
+            for base in reversed(kind.__mro__[:-1]) for name, text in docs_of(base).items()}
     rows = [f"| `{name}` | {default} | {told.get(name, '')} |" for name, default in defaults.items()]
     return ["| option | default | meaning |", "|---|---|---|", *rows]
+
+
+def see(kind: type) -> str:
+    """Return a link to the section of the recipe that explains these options."""
+    name = kind.__module__.rpartition(".")[2]
+    return f"As in [{name}](#{name})."
 
 
 def docs_of(kind: type) -> dict[str, str]:
@@ -329,7 +340,7 @@ def how_drawn(steps: int) -> str:
 
 def main() -> None:
     for (name, _), row in sorted(read_rows().items()):  # a card's row, which comes later, is drawn over a CPU's
-        if "missing" not in row:
+        if pictured(row):
             draw(row, PICTURES / f"{name}.svg")
     PAGE.write_text(page(), encoding="utf-8")
 

@@ -100,7 +100,7 @@ class FastGeneration(Saving):
 
     @property
     def vllm_engine(self) -> EngineKeeper:
-        """The object that holds the engine, and can put it to sleep and wake it, under Unsloth's name."""
+        """The object that holds the engine, and can put it to sleep and wake it. Unsloth has the same property."""
         return self.loaded.keeper
 
     def close_engine(self) -> None:
@@ -241,7 +241,7 @@ def check_bare(model: Any) -> None:
 
 
 def has_this_lora(model: Any, arguments: dict[str, Any]) -> TypeGuard[FastPeftModel]:
-    """Return whether `get_peft_model` made this model with these arguments. If so, warn that it is used as it is."""
+    """Return whether the model has LoRA that get_peft_model made with these arguments; if so, warn that it is kept."""
     same = isinstance(model, FastPeftModel) and model.loaded.lora_arguments == arguments
     if same := same and any(".lora_A." in name for name, _ in model.named_parameters()):
         logger.warning("the model has this LoRA already, and goes on from it; load the model again to begin anew")

@@ -73,14 +73,17 @@ class FastLanguageModel:
         `enforce_eager=True` turns CUDA graphs off. (False insists on them, and is refused, with the reason, if decode
         steps cannot be captured.) Its cache keeps whole blocks of `block_size` tokens from one turn to the next (None:
         vLLM's default, or 32 on the CPU for a `max_seq_length` of at most 2,048). The transformers engine reserves no
-        memory, and takes only `enforce_eager` of these. `sampling_weights="16bit"` dequantizes 4-bit or FP8 weights
-        once per phase of sampling. That is faster when many sequences are decoded together (with only a few, it reads
-        the codes), and takes 2 bytes a weight until training begins; "4bit" never dequantizes, and neither does None on
-        the CPU. On a card, None dequantizes if that is faster by the card's data sheet, and the key-value cache of the
-        sequences that are decoded together still fits; with the transformers engine only in runs, whose memory is
-        planned. `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as
-        many tokens fit, but its log-probabilities differ a little more from the trainer's, which the parity gate
-        measures.
+        memory, and of these options takes only `enforce_eager`.
+
+        `sampling_weights` is for models in 4 bits or FP8. "16bit" dequantizes their weights once per phase of sampling,
+        and keeps the copy (2 bytes a weight) at least until training begins. This is faster when many sequences are
+        decoded together; steps with only a few still read the quantized weights. "4bit" makes no such copy. None means
+        "4bit" on the CPU. On a card, None means "16bit" if this is faster by the card's data sheet, and the key-value
+        cache of the sequences that are decoded together still fits. (With the transformers engine, this holds only in
+        runs, because their memory is planned; otherwise None means "4bit".)
+
+        `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as many
+        tokens fit, but its log-probabilities differ a little more from the trainer's, which the parity gate measures.
 
         `offload_embedding` keeps an input embedding that is not tied to the head in host memory, and looks tokens up
         there. vLLM needs it on the device.
@@ -176,7 +179,7 @@ class FastLanguageModel:
         (as "offload", but on a card the last layers keep all activations if the run's memory plan has room; alias
         "unsloth") or False. Except with False, MLPs are computed in tiles of `mlp_tile` tokens (None: 4096, or on a
         card as many as the plan has room for). Raises ValueError for what is not supported. A second call with the same
-        arguments, as in a cell that is run twice, returns the model as it is.
+        arguments, as in a notebook cell that is run twice, returns the model as it is.
         """
         asked = {name: value for name, value in locals().items() if name not in ("cls", "model")}
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
@@ -232,11 +235,12 @@ class FastLanguageModel:
 
 
 class FastModel(FastLanguageModel):
-    """The same loader under another of Unsloth's names. Only the text layers of a multimodal model are trained."""
+    """FastLanguageModel under another of Unsloth's names. Only the text layers of a multimodal model are trained."""
 
 
 class FastVisionModel(FastLanguageModel):
-    """The same loader, for text: only the text layers of a multimodal model are trained, and images are refused."""
+    """FastLanguageModel under another of Unsloth's names. Only the text layers of a multimodal model are trained, and
+    images are refused."""
 
 
 def check_options(cls: type, method: str, options: dict[str, Any], table: Table) -> None:

@@ -66,7 +66,8 @@ class Split:
 @dataclass
 class Rollout:
     """One sampled completion of C tokens (with the end token, if it was sampled), or one episode. An episode's C tokens
-    are all that follow the prompt; the policy sampled the `trained` ones. At all others, (C,) fields are 0."""
+    are all that follow the prompt; the policy sampled the `trained` ones. At all other tokens, values such as
+    log-probabilities are 0."""
 
     completion_ids: list[int]  # (C,)
     rollout_logprobs: list[float]  # (C,) as the sampler computed them
@@ -122,11 +123,11 @@ class Rollout:
         return self.advantage if self.token_advantages is None else self.token_advantages
 
     def at_trained(self, values: Tensor) -> Tensor:
-        """Return values (C,) at the trained tokens, (N,)."""
+        """Return those of `values` (C,) that are at trained tokens, as a tensor (N,)."""
         return values if self.trained is None else values[torch.tensor(self.trained, dtype=torch.bool)]
 
     def with_context(self, values: Tensor) -> Tensor:
-        """Return (C,) from values (N,) at the trained tokens, with 0 at the others."""
+        """Return a tensor (C,) with `values` (N,) at the trained tokens, and 0 at all others."""
         if self.trained is None:
             return values
         return values.new_zeros(len(self.trained)).masked_scatter(torch.tensor(self.trained, dtype=torch.bool), values)
@@ -156,7 +157,7 @@ class RolloutGroup:
 
 @dataclass
 class MicroBatch:
-    """S whole sequences packed without padding into T positions; see the alignment rule above.
+    """S whole sequences packed without padding into T positions; see the alignment rule at the top of types.py.
 
     The sequences belong to R rollouts: one per rollout, or several if an episode's history was rewritten. Sequences of
     one prompt share the positions of its tokens, except that of its last token. `sources` gathers the tokens into a
@@ -188,7 +189,7 @@ class MicroBatch:
     routed: Tensor | None = None  # (T,) bool, places that have routes; None for all
 
     def at_trained(self, values: Tensor) -> Tensor:
-        """Return values (T, ...) at the tokens that the policy sampled, (N, ...)."""
+        """Return those of `values` (T, ...) at positions whose target the policy sampled, as a tensor (N, ...)."""
         return values.index_select(0, self.trained)
 
     def to(self, device: torch.device | str) -> MicroBatch:

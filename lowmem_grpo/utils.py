@@ -126,7 +126,8 @@ def as_python(value: Any) -> Any:
 
 
 def field_value(cls: Any, name: str, value: Any) -> Any:
-    """Return a field's `value` in a type of Python. In a field for whole numbers, 8.0 becomes 8."""
+    """Return the value of the dataclass field `name` with a type of Python instead of numpy or torch. In a field for
+    whole numbers, 8.0 becomes 8."""
     value = as_python(value)
     return int(value) if isinstance(value, float) and value.is_integer() and name in whole_fields(cls) else value
 

@@ -84,8 +84,8 @@ class Reward(ABC):
 
 
 def check_settings(rule: Any, column: str | None, settings: dict[str, Any]) -> None:
-    """Raise ValueError for a setting whose value does not match the annotation of the rule's argument, and for an
-    invalid column name. A rule with the argument `label` needs a column."""
+    """Raise ValueError for a setting that does not match its annotation in the function `rule`, and for an invalid
+    column name. If `rule` has the argument `label`, a column is required."""
     kinds = getattr(rule, "__annotations__", {})
     for name, value in settings.items():
         if kinds.get(name) in OF_SETTINGS:
@@ -95,8 +95,8 @@ def check_settings(rule: Any, column: str | None, settings: dict[str, Any]) -> N
 
 
 class TextReward(Reward):
-    """A reward that applies a rule to each text. With a `column`, the rule also gets the row's value in that column; an
-    empty value gives None. `settings` are further arguments of the rule."""
+    """A reward that applies the function `rule` to each text. With a `column`, the function also gets the row's value
+    in that column; an empty value gives None. `settings` are further arguments of the function."""
 
     def __init__(self, name: str, rule: Callable[..., float | None], column: str | None = None,
                  **settings: Any) -> None:
@@ -112,8 +112,8 @@ class TextReward(Reward):
 
 
 class TokenReward(TextReward):
-    """A reward that applies its rule to each completion's token ids as they were sampled, without a chat template. For
-    an episode, these are the ids that the policy sampled in all turns."""
+    """A reward that applies a function to each completion's token ids as they were sampled, without a chat template.
+    For an episode, these are the ids that the policy sampled in all turns."""
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         if (ids := call.get("completion_ids")) is None:

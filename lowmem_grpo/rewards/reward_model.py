@@ -192,7 +192,8 @@ class RewardModel(Reward):
         return [done[row] for row in range(len(texts))]
 
     def first(self, waiting: list[int], lengths: list[int]) -> list[int]:
-        """Return the next batch of the `waiting` rows, sorted by length: at most TOKENS tokens with padding."""
+        """Return the next batch: the first of the `waiting` rows, which are sorted by length. With padding it has at
+        most TOKENS tokens, unless it is a single row."""
         fitting = [count for count, row in enumerate(waiting, 1) if count * lengths[row] <= TOKENS]
         return waiting[: self.bound.under(max(fitting, default=1))]
 

@@ -22,7 +22,8 @@ def completion_text(completion: Any) -> str:
 
 
 def values_of(cell: Any) -> list[Any]:
-    """Return the values in a cell, without None and pandas' NaN: the items of a list, set or array, else the cell."""
+    """Return the values in a dataset cell (a row's value in one column): the items of a list, set or array, else the
+    value itself. None and pandas' NaN are left out."""
     cell = cell.numpy() if hasattr(cell, "numpy") else cell  # a tensor
     many = isinstance(cell, (list, tuple, set, frozenset)) or getattr(cell, "ndim", 0) > 0
     return [value for value in (cell if many else [cell])
@@ -30,8 +31,8 @@ def values_of(cell: Any) -> list[Any]:
 
 
 def labels_of(cell: Any) -> list[Any]:
-    """Return the labels in a cell, any of which is right. For a float such as 18.0, which pandas makes of 18 in a
-    column with empty cells, 18 is a label too."""
+    """Return the labels in a dataset cell, any of which is right. For a float such as 18.0, which pandas makes of 18
+    in a column with empty cells, 18 is a label too."""
     labels = values_of(cell)
     return [*labels, *(int(label) for label in labels if hasattr(label, "is_integer") and label.is_integer())]
 

@@ -22,13 +22,22 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make_recipes
 
 
-def test_the_page_is_that_of_the_recipes_each_told_in_words_with_a_measured_row_and_a_picture(source: Any) -> None:
+def test_the_page_is_that_of_the_recipes_each_told_in_words_with_a_measured_row(source: Any) -> None:
     assert source.page() == source.PAGE.read_text(encoding="utf-8"), "run python docs/make_recipes.py"
     parts = ("teaches", "about", "commands", "rewards", "expect")
     assert [name for name in RECIPES if not all(source.WORDS[name][part] for part in parts)] == []
     measured = {name for (name, _), row in source.read_rows().items() if "missing" not in row}
     assert measured == set(RECIPES)
-    assert [name for name in RECIPES if not (source.PICTURES / f"{name}.svg").is_file()] == []
+
+
+def test_the_page_has_a_row_and_a_picture_of_each_recipe_that_learned_and_names_the_others(source: Any) -> None:
+    page, rows = source.page(), source.read_rows().values()
+    learned = {row["recipe"] for row in rows if (row.get("accuracy_after") or 0) > (row.get("accuracy_before") or 0)}
+    assert {path.stem for path in source.PICTURES.glob("*.svg")} == learned and learned < set(RECIPES)
+    for name in RECIPES:
+        in_table = f"| [{name}](#{name}) | {source.WORDS[name]['teaches']} |" in page
+        among_others, has_picture = f"\n- [{name}](#{name}): " in page, f"](recipes/{name}.svg)" in page
+        assert (in_table, has_picture, among_others) == (*[name in learned] * 2, name not in learned), name
 
 
 def test_every_option_of_a_recipe_is_explained_in_its_section_or_for_all_recipes(source: Any) -> None:

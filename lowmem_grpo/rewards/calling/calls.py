@@ -69,7 +69,7 @@ class Call:
 
     def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float,
                  groups: Sequence[int] = ()) -> None:
-        """`groups` are the indices of the groups in `lists`; it is empty if they are the whole batch.
+        """`groups` are the indices of the groups whose completions are in `lists`; empty if `lists` is the whole batch.
         MissingColumnError if a required argument is not available."""
         self.name, self.completions = name, lists["completions"]
         self.own_limit = own_limit(func)

@@ -82,7 +82,8 @@ def own_limit(func: RewardFunction) -> float | None:
 
 
 def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dict[str, list[Any]]:
-    """Return the columns that are passed to functions. RewardError for a column named like an argument."""
+    """Return the columns that are passed to functions. RewardError for a column with the name of another
+    argument, such as `completions`."""
     clashes = [name for name in columns if name in (*RESERVED, *(OF_EPISODES if episodes else ()))]
     if clashes:
         raise RewardError(f"dataset columns {clashes} have names of reward function arguments; rename them (the keys "
@@ -112,7 +113,8 @@ def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functool
 
 
 def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
-    """Return a function's result as `expected` floats and Nones. Raises RewardError for anything else."""
+    """Return a function's result as a list of floats and Nones. RewardError if it is not a list of `expected`
+    rewards."""
     try:
         rewards = [as_number(value) for value in as_list(result)]
     except Exception as error:  # conversions of other libraries' types may raise anything

@@ -112,8 +112,8 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
             return calls
 
     def wait(self, groups: list[RolloutGroup]) -> float:
-        """Wait until the early functions have scored all groups. Return the seconds before this wait in which at least
-        one call ran: sampling hid them. RewardError if a call failed or passed its time limit."""
+        """Wait until the early functions have scored all groups. Return for how many seconds at least one call ran
+        during sampling, before this wait. RewardError if a call failed or passed its time limit."""
         for index, group in enumerate(groups):
             self.add_group(index, group.rollouts)  # groups that the engine has not reported
         with self.changed:
@@ -150,7 +150,8 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
 
     def scored(self, index: int) -> Scores | None:
         """Return the scores of group `index` while other groups are sampled; None if any score is missing or any call
-        failed. The lists begin with its completions; those of other groups that the same calls scored follow."""
+        failed. The scores begin with those of the group's completions. Those of other groups that the same calls scored
+        follow."""
         with self.changed:
             calls = [call for call in self.calls if index in call.groups and call.future.done()]
         if self.failed is not None or len(calls) < len(self.scorer.names):

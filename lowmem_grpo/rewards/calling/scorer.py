@@ -98,7 +98,8 @@ class RewardScorer:
 
     @property
     def required(self) -> list[str]:
-        """The `required` functions whose weight is not 0. Their None leaves the whole group out of the step."""
+        """The `required` functions whose weight is not 0. If one of them returns None, the completion's
+        group is left out of the step."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
         return [name for name, func, weight in named if weight and getattr(contract.unwrap(func), "required", False)]
 
@@ -124,7 +125,7 @@ class RewardScorer:
         return lists
 
     def call_whole(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
-        """Call these functions, or `override` in their place, and return the finished calls."""
+        """Call the functions of these names, or `override` in their place, on a batch; return the finished calls."""
         if self.override is None or not lists["completions"]:
             return self.call_each(names, lists, state)
         others = {name: values for name, values in lists.items() if name not in OF_COMPLETIONS}
@@ -198,7 +199,7 @@ def put_together(calls: list[Call], names: list[str], spans: dict[int, range]) -
 
 
 def put(values: list[Any], places: Sequence[int], parts: list[Any]) -> None:
-    """Write each of `parts` into `values`, at its position in `places`."""
+    """Write `parts[i]` to `values[places[i]]`, for every i."""
     for place, part in zip(places, parts, strict=True):
         values[place] = part
 

@@ -84,7 +84,7 @@ def check(reward_funcs: Any, dataset: Any, model: "FastGeneration",
 
     It finds functions that fail, take too long, do not return a list of numbers, need a column that is missing, pay the
     same for all completions, pay the same as another function, or pay for the empty answer. It also estimates the share
-    of groups whose rewards will differ, which alone give the run a signal. `model` is what FastLanguageModel returned,
+    of groups whose rewards will differ: only these give the run a signal. `model` is what FastLanguageModel returned,
     with LoRA or without. Its weights, the dataset and torch's random state are unchanged. Tables are printed unless
     `show` is False. `timeout` is the seconds that each function may take here: by default `args.reward_timeout`, but at
     most 10.

@@ -113,7 +113,8 @@ def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[st
 
 def failed(name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
            dataset: str = "dataset") -> Finding:
-    """Return the finding that a function failed, with its fix. Messages name the data (`dataset`) and its `columns`."""
+    """Return the finding that a function failed, with its fix. For a missing column, its message
+    lists the `columns` of the `dataset`."""
     if isinstance(error, TooLateError):
         severity = "error" if limit >= allowed else "warning"
         return Finding(severity, name, f"it did not return within {limit:g} s",
@@ -129,7 +130,8 @@ def failed(name: str, error: Exception, columns: Sequence[str], limit: float = m
 
 
 def missing_column(error: Exception, columns: Sequence[str]) -> str | None:
-    """Return the part of a message that names a missing column (an argument, or a KeyError's key), or None."""
+    """If a function failed because a column is missing, return the words that name the column; else None. The column is
+    a required argument, or the key of a KeyError."""
     if isinstance(error, MissingColumnError):
         return "it requires " + str(error).partition(" requires ")[2].partition("; available")[0]
     key = error.__cause__.args[0] if isinstance(error.__cause__, KeyError) and error.__cause__.args else None
@@ -173,7 +175,7 @@ def without_judgement(trial: RewardTrial) -> Iterator[Finding]:
 
 
 def silent(trial: RewardTrial) -> Iterator[Finding]:
-    """Find a function that returned None for all completions without a reason."""
+    """Find a function that returned None for all completions, and gave no reason."""
     if not trial.paid and not trial.invalid and trial.trouble is None:
         yield Finding("warning", trial.name, f"None for all {len(trial.pays)} completions",
                       "check that its column holds labels that it can read")
@@ -210,7 +212,7 @@ def about_the_empty(trial: RewardTrial) -> Iterator[Finding]:
 
 
 def slow(trial: RewardTrial, allowed: float, per_step: int) -> Iterator[Finding]:
-    """Find a function that would exceed its time limit on the completions of a step at this pace."""
+    """Find a function that would exceed its time limit on the completions of a step, at the pace of its trial."""
     expected = trial.seconds * per_step / max(len(trial.pays), 1)
     if expected > allowed and trial.own_limit is None:
         yield Finding("warning", trial.name, f"{trial.seconds:.1f} s for {len(trial.pays)} completions: the {per_step} "
@@ -229,8 +231,8 @@ def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
 
 def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = True) -> Iterator[Finding]:
     """Report that most completions were cut off, or that few groups carry signal (their rewards differ). `failures` is
-    the number of functions left out. Without `enough` groups to estimate a share, a lack of signal is reported only if
-    no group carries any."""
+    the number of functions that failed. Without `enough` groups to estimate a share, a lack of signal is reported only
+    if no group carries any."""
     with_signal, rollouts = groups_with_signal(groups), [rollout for group in groups for rollout in group.rollouts]
     cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     if cut > MOSTLY_CUT:

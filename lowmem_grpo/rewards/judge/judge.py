@@ -136,8 +136,9 @@ class JudgeReward(Reward):
         return self.settle(places, self.judge.rate([*asked]), call)
 
     def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Place]:
-        """Return (question, index among its answers) for each completion. A group is consecutive completions with the
-        same prompt, and in episodes the same seed. Its equal completions are shown once. TypeError without prompts."""
+        """Return each completion's question, and its index among the question's answers. A group is consecutive
+        completions with the same prompt, and in episodes the same seed. The judge sees equal completions of a group
+        once. TypeError without prompts."""
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
         nothing = [None] * len(texts)

@@ -82,7 +82,7 @@ def json_object(reply: str) -> dict[str, Any]:
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict; ValueError if a key occurs twice, as two scores would."""
+    """Return a JSON object as a dict. ValueError if a key occurs twice: an answer could then have two scores."""
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("a key is in it twice")
@@ -203,7 +203,8 @@ class Question:
 
     @property
     def mark(self) -> str:
-        """The mark in the lines around the material. It is part of the hash, so that no text can contain it."""
+        """The mark in the lines around the material: the beginning of `key`, a hash of the answers too. So no answer
+        can contain it."""
         return self.key[:12]
 
     @property

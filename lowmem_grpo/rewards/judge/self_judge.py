@@ -51,8 +51,8 @@ class SelfJudge(Judge):
         return self.end(now)
 
     def ask(self, faults: dict[Question, Any], temperature: float, now: Round) -> dict[Question, BadReplyError]:
-        """Ask the base model all questions of `faults` in one batch, with the error of each previous reply (None at
-        first). Return the errors of the replies that have no scores, by question."""
+        """Ask the base model the questions in one batch. `faults` maps each question to the error of its previous reply
+        (None at first). Return the errors of the new replies that have no scores, by question."""
         asked = {question: ids for question, bad in faults.items()
                  if (ids := self.encode(question, bad and bad.fault, now)) is not None}
         if not asked:

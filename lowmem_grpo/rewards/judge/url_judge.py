@@ -177,9 +177,9 @@ def is_address(url: str) -> bool:
 
 
 async def read_body(response: Any) -> None:
-    """Read a response's body without decompressing it, as that could make it a thousand times as large. It is decoded
-    as UTF-8, because a charset may name a compression too. OpenAIError, which the client does not retry, if the body
-    has more than REPLY_BYTES."""
+    """Read a response's body without decompressing it, as that could make it a thousand times as large. The charset
+    that the response names is ignored (the body is UTF-8), because Python has compressing charsets too. OpenAIError,
+    which the client does not retry, if the body has more than REPLY_BYTES."""
     body = bytearray()
     async for piece in response.stream:
         body += piece

@@ -34,7 +34,7 @@ def format_kept(
 def tags_counted(
     once: float = 0.5, otherwise: float = -1.0, tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False
 ) -> TextReward:
-    """Return a reward for a part of the format: each tag adds `once` if it occurs exactly once, else `otherwise`."""
+    """Return a reward that is a sum over the tags: `once` for a tag that occurs exactly once, else `otherwise`."""
     return TextReward("tags_counted", pay_tags, tags=checked(tags), opened=opened, once=once, otherwise=otherwise)
 
 

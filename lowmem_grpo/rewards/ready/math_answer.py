@@ -120,8 +120,8 @@ def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
 
     Equal texts and numbers are recognised at once. Other pairs are compared by math-verify in a separate process, in a
     few milliseconds for each new pair. The process is killed if a comparison takes more than 2 s of CPU time, and that
-    answer is wrong. After 5 such comparisons in one call, answers that need a comparison get None. ImportError if
-    math-verify is not installed; a verdict raises RuntimeError if the process does not start.
+    answer counts as wrong. After 5 such comparisons in one call, answers that need a comparison get None. ImportError
+    if math-verify is not installed; a verdict raises RuntimeError if the process does not start.
     """
     if find_spec("math_verify") is None:
         raise ImportError("math_match needs the package math-verify: pip install math-verify; boxed_match compares "

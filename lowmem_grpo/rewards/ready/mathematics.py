@@ -92,7 +92,8 @@ def part_of(tokens: Tokens) -> AnswerPart:
 
 
 def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> AnswerPart:
-    """Return a part made of pieces. An inequality gets the lesser side first, and a list loses its empty pieces."""
+    """Return the AnswerPart made of these pieces of an answer, which the marks separate. An inequality gets the lesser
+    side first, and a list loses its empty pieces."""
     if all(mark in REVERSED for mark in marks):
         pieces, marks = pieces[::-1], [REVERSED[mark] for mark in marks[::-1]]
     if marks[0] not in OF_LISTS:
@@ -103,7 +104,7 @@ def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> AnswerPart
 
 
 def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
-    """Return the pieces between the marks outside of brackets, and these marks."""
+    """Split the tokens at those `marks` that are outside of brackets. Return the pieces, and the marks between them."""
     pieces: list[list[str]] = [[]]
     separators, deep = [], 0
     for token in tokens:
@@ -257,7 +258,8 @@ def starts_unit(token: str) -> bool:
 
 
 def is_of_value(token: str) -> bool:
-    """Return whether a token may belong to the value before a unit. A function may not: its argument would be lost."""
+    """Return whether a token may belong to the value before a unit. A function's name, such as cos, may not: the word
+    after it may be its argument instead of a unit."""
     return token in OF_VALUES or token[0] in OF_VALUES or (len(token) == 1 and token.isalpha())
 
 

@@ -55,7 +55,7 @@ def last_line(text: str) -> str | None:
 
 
 def in_tag(opening: str, closing: str | None = None) -> Place:
-    """Return a Place that finds the content of the last complete pair of tags: `in_tag("answer")` for
+    """Return a function that finds, in a text, the content of the last complete pair of tags: `in_tag("answer")` for
     <answer>...</answer>, or with both tags, as `in_tag("<SOLUTION>", "</SOLUTION>")`. ValueError for an empty tag, and
     for "<answer>" alone."""
     tags = (opening,) if closing is None else (opening, closing)
@@ -77,7 +77,8 @@ def between(text: str, opening: str, closing: str) -> str | None:
 
 
 def after(mark: str) -> Place:
-    """Return a Place: the rest of the line after the last `mark`, such as GSM8K's "####". ValueError if empty."""
+    """Return a function that finds, in a text, the rest of the line after the last `mark`, such as GSM8K's "####".
+    ValueError for an empty mark."""
     if not isinstance(mark, str) or not mark:
         raise ValueError(f"after got the mark {mark!r}; give the characters that stand before the answer")
     return functools.partial(behind, mark=mark)

@@ -46,7 +46,8 @@ class CallCase:
 
 @dataclass(frozen=True)
 class ProgramCase:
-    """The input of the code as a script, and its required output; white space at the ends of lines is ignored."""
+    """A run of the code as a script: its standard input, and the output that it must print. White space at the ends of
+    lines is ignored."""
 
     stdin: str
     stdout: str
@@ -67,8 +68,9 @@ def read_cases(tests: Any, function: str | None = None) -> list[Case]:
 
 
 def read_case(test: Any, each_alone: bool = False) -> Case:
-    """Return one test. Keys that are None count as absent, because datasets add them. ValueError for an unknown form.
-    `each_alone`: if the expected result is `wrapped` in a list of one value, the bare value is right too."""
+    """Return one test. Keys with the value None count as absent, because datasets add them. ValueError for a test in no
+    known layout. With `each_alone`, if the test says (by its key `wrapped`) that its expected result is wrapped in a
+    list, the value in this list is right too."""
     if isinstance(test, str) and test.strip():
         return read_code(test)
     entries = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}

@@ -98,7 +98,7 @@ def limit(limits: dict[str, float]) -> None:
 
 
 class TextLoader(importlib.machinery.SourceFileLoader):
-    """A loader of a module from its source or syntax tree. A file could be changed before it is read."""
+    """A loader of a module from its source or syntax tree in memory: a file could be changed before it is read."""
 
     def __init__(self, path: str, source: Any) -> None:
         super().__init__("", path)
@@ -109,7 +109,8 @@ class TextLoader(importlib.machinery.SourceFileLoader):
 
 
 def load(name: str, loader: TextLoader, namespace: dict[str, Any]) -> ModuleType:
-    """Run the code as a module `name`, with `namespace` among its globals, and return it. Its errors propagate."""
+    """Run the code as the module `name`, with `namespace` among its globals, and return the module. The code's errors
+    propagate."""
     module = sys.modules[name] = ModuleType(name)
     vars(module).update(namespace)
     loader.exec_module(module)

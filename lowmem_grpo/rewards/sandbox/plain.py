@@ -123,7 +123,7 @@ def as_number(tree: Any) -> Any:
 
 
 def ordered(items: Any, json: bool = False) -> Any:
-    """Return trees sorted by content; with `json`, [key, value] pairs with keys as JSON writes them."""
+    """Return JSON trees sorted by content; with `json`, [key, value] pairs with keys as JSON writes them."""
     if json:
         items = [[key if isinstance(key, str | dict | list) else dumps(key), item] for key, item in items]
     return sorted(items, key=lambda item: dumps(item, sort_keys=True))

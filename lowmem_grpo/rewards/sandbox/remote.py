@@ -54,7 +54,7 @@ class Link:
         self.raised: list[tuple[BaseException, str]] = []  # errors of the code, with their texts
 
     def refer(self, value: Any) -> Any:
-        """Return the tree of a value that is not plain data."""
+        """Return a JSON tree that stands for a value that is not plain data."""
         if isinstance(value, RemoteObject):
             return {"yours": value._number}
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -68,7 +68,7 @@ class Link:
         return {"ref": [number, type(value).__name__, isinstance(value, PLAIN)]}
 
     def referred(self, tree: dict[str, Any]) -> Any:
-        """Return the value for a tree that the other process's `refer` made."""
+        """Return the value for a JSON tree that the other process's `refer` made."""
         ((kind, content),) = tree.items()
         if kind == "yours":
             return self.own[content]
@@ -121,7 +121,7 @@ class Link:
         self.channel.send(answer | {"printed": printed.getvalue()})
 
     def changeable(self, values: list[Any]) -> dict[int, Any]:
-        """Return the trees, by position, of those values that a call may change in place."""
+        """Return, by position, the JSON trees of those values that a call may change in place."""
         return {place: encode(value, self.refer) for place, value in enumerate(values) if type(value) in CHANGEABLE}
 
 
@@ -194,7 +194,7 @@ def of_tests(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> An
 
 
 def state_of(value: Any) -> Any:
-    """Return the tree of an object's state (by `__reduce_ex__`), including the objects in it."""
+    """Return a JSON tree of an object's state (by `__reduce_ex__`), including the objects in it."""
     return {type(value).__name__: encode(list(value.__reduce_ex__(2)[1:5]), lambda inner: (
         inner.__qualname__ if isinstance(inner, type) else state_of(inner)))}
 

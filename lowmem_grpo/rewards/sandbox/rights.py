@@ -109,7 +109,8 @@ def filter_program(machine: str) -> bytes:
 
 
 def row_of(tests: tuple[Test, ...]) -> list[Instruction]:
-    """Return the instructions that allow the call if all tests hold, and otherwise continue after the row."""
+    """Return instructions that allow a system call if all tests of its arguments hold. Otherwise the filter goes on
+    after them."""
     row: list[Instruction] = []
     for left, (argument, mask, value) in zip(reversed(range(len(tests))), tests, strict=True):
         row += [(LOAD, 0, 0, ARGUMENTS + 8 * argument), (AND, 0, 0, mask), (JUMP_EQUAL, 0, 3 * left + 1, value)]
@@ -117,7 +118,7 @@ def row_of(tests: tuple[Test, ...]) -> list[Instruction]:
 
 
 def give_up_rights() -> None:
-    """Drop every capability for good, and let the kernel kill this process when the parent dies. It also becomes
+    """Drop every capability for good, and let the kernel kill this process when the parent dies. Make this process
     non-dumpable, so that other processes of the same user cannot read its memory. OSError if the kernel refuses."""
     for option, value in ((PR_SET_PDEATHSIG, 9), (PR_SET_DUMPABLE, 0), (PR_SET_NO_NEW_PRIVS, 1)):
         call("prctl", option, value, 0, 0, 0)
@@ -132,7 +133,7 @@ def install_filter() -> None:
 
 
 def call(name: str, *args: int | bytes | None) -> int:
-    """Return the result of a system call of OURS; OSError, with errno, if it is -1."""
+    """Make the system call `name`, one of OURS, and return its result. OSError, with errno, if the result is -1."""
     number = OURS[name][MACHINES[os.uname().machine][0]]
     words = [ctypes.c_long(word) if isinstance(word, int) else word for word in (number, *args)]
     if (result := int(ctypes.CDLL(None, use_errno=True).syscall(*words))) < 0:

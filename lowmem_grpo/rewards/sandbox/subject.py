@@ -127,9 +127,10 @@ def compared(name: str) -> Callable[..., Any]:
 
 
 def computed(name: str, turned: bool = False) -> Callable[..., Any]:
-    """Return a method for a binary operation. If the object is plain data, the test computes the result. Otherwise the
-    code does, if the other value is its object too or the test names the object's class. With a value of the test, the
-    result must be an object. It is marked `_fed`, as it may hold what the test expects: abs(f(2) - 4) < 0.1."""
+    """Return a method for a binary operation of the code's object and another value. If the object is plain data, the
+    test's process computes the result. Otherwise the code's process does, provided that the other value is an object of
+    the code too, or that the test names the object's class. If the other value comes from the test, the result must be
+    an object. It is marked `_fed`, because it may hold what the test expects: abs(f(2) - 4) < 0.1."""
     def compute(self: Subject, other: Any) -> Any:
         if not self._plain and (isinstance(other, Subject) or self._kind in self._link.named):
             result = self._ask(name, *((other, self) if turned else (self, other)))

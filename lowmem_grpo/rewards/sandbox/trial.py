@@ -48,7 +48,8 @@ class Sandbox:
     limits: Limits = field(default_factory=Limits)
 
     def start(self, role: str, code: str, **more: object) -> Worker:
-        """Return a new sandboxed process with an order for `inside`. worker.CannotStart if it does not start."""
+        """Start a sandboxed process that runs `code` in a role of inside.py, and return it. `more` are further entries
+        of the order to inside.py. worker.CannotStart if it does not start."""
         return Worker(self.isolation, self.limits, {"role": role, "code": code, **more})
 
 
@@ -154,7 +155,7 @@ class Trial:
     """The test of a completion's code, in processes that are kept between tests and restarted if a test ended them."""
 
     def __init__(self, code: str, sandbox: Sandbox, imports: bool = False) -> None:
-        """`imports`: provide the names that LeetCode and the scorers of such tests import for the code."""
+        """With `imports`, the code can use the names that LeetCode provides without an import."""
         self.imports = imports
         self.code, self.sandbox, self.limits = code, sandbox, sandbox.limits
         self.ends = time.monotonic() + sandbox.limits.total_seconds
@@ -191,7 +192,7 @@ class Trial:
         return min(time.monotonic() + self.limits.seconds, self.ends)
 
     def serving(self) -> Worker:
-        """Return the code's process, started if needed. WorkerEnded if the code, loaded only once, does not load."""
+        """Return the code's process, started if needed. The code is loaded only once; WorkerEnded if this fails."""
         if self.broken is not None:
             raise self.broken
         if "serve" not in self.workers:

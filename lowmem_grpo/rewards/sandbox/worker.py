@@ -34,7 +34,7 @@ NOBODY = "65534"
 def command(isolation: str, limits: Limits, descriptor: int, folder: str) -> tuple[list[str], dict[str, Any]]:
     """Return (command, paths). The command runs `inside.main` in Python without site-packages, environment or bytecode
     files. The paths, as the process sees them, are the scratch directory, the package, and what Landlock lets it read
-    (None in a namespace). `descriptor` is the socket's; `folder` is the scratch directory for `process`."""
+    (None in a namespace). `descriptor` is the socket's; `folder` is the scratch directory without a namespace."""
     bare = isolation == "process"
     root = str(HERE.parent) if bare else ROOT
     words = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", "-c", INSIDE.format(root=root),
@@ -115,7 +115,7 @@ class CannotStart(RuntimeError):  # noqa: N818, the name says it
 
 
 class Worker(contextlib.AbstractContextManager["Worker"]):
-    """A sandboxed process that follows one order to `inside`. Close it, or use it in a `with` statement."""
+    """A sandboxed process that runs inside.py and follows one order. Close it, or use it in a `with` statement."""
 
     def __init__(self, isolation: str, limits: Limits, order: dict[str, Any]) -> None:
         """Start the process and wait until it has given up its rights. CannotStart if it does not get that far."""
