@@ -65,8 +65,9 @@ def current() -> WeightSharing:
 
 
 def check_architecture(name: str) -> None:
-    """Raise BorrowError if vLLM has no model class of that name. Register the class, not its name: a lazily named class
-    would be inspected in a subprocess (about 8 s) to avoid initializing CUDA, which this process has done anyway."""
+    """Raise BorrowError if vLLM has no model class of that name; else register the class itself in place of its name.
+    To avoid initializing CUDA, vLLM would inspect a class known only by name in a subprocess (about 8 s), but this
+    process has initialized CUDA anyway."""
     known = ModelRegistry.models.get(name)
     if known is None:
         raise BorrowError(f"this vLLM has no {name}. {OTHER_ENGINE}")
