@@ -213,7 +213,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """Optimizer steps of one pass over an engine call's completions; at least 1, as a step has one policy."""
+        """Optimizer steps of one pass over an engine call's completions; at least 1."""
         return max(1, (self.steps_per_generation or 0) // self.gradient_accumulation_steps)
 
     @property

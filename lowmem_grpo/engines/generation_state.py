@@ -102,7 +102,7 @@ class PrefixCache:
 
 def fed_together(new: dict[int, int], exactly: bool = False) -> list[list[int]]:
     """Group rows to be computed in one pass, given the number of `new` (uncached) tokens of each row. All rows of a
-    group are fed as many tokens as its first row, which has most. With `exactly`, no row recomputes cached tokens."""
+    group are fed as many tokens as its first row (the most). With `exactly`, no row recomputes cached tokens."""
     lists: list[list[int]] = []
     again = total = 0
     for row in sorted(new, key=lambda row: -new[row]):

@@ -130,7 +130,7 @@ class Prompts(FinishedPrompts):
         self.settings = sampling.settings(self.asked)
 
     def run(self, steps: Steps, version: int) -> None:
-        """Sample the missing prompts, and report each as it finishes."""
+        """Sample the missing prompts, and pass each to `on_group` as it finishes."""
         missing, engine = self.missing, steps.llm.llm_engine
         if self.expected is not None:
             missing = [missing[at] for at in self.expected.order([self.asked[prompt].ids for prompt in missing])]
@@ -144,7 +144,7 @@ class Prompts(FinishedPrompts):
                 self.between(int(engine.get_num_unfinished_requests()))
 
     def give_prompt(self, prompt: int, output: Any, pace: Pace, version: int) -> None:
-        """Report a prompt with all its completions."""
+        """Pass a finished prompt and all its completions to `on_group`."""
         ids = self.asked[prompt].ids
         pace.tokens["prefill"] += len(ids)
         with self.outside_the_engine():

@@ -197,7 +197,7 @@ class SamplingWeights:
         self.filled = True
 
     def drop(self) -> None:
-        """Stop using the buffer, whose contents may then be lost; the products use the codes until the next `fill`."""
+        """Stop using the buffer, whose contents may be lost; the products use quantized codes until the next `fill`."""
         for product, _ in self.pairs:
             product.wide = None
         self.filled = False

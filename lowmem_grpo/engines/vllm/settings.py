@@ -265,9 +265,9 @@ def on_card(policy: Policy) -> bool:
 
 
 def is_eager(policy: Policy, asked: bool | None) -> bool:
-    """Return True if vLLM decodes without CUDA graphs, False if with them: `asked`, if it is not None. Otherwise return
-    True on the CPU and for mixtures of experts, which read the tokens per expert on the host. ValueError if `asked` is
-    False for a mixture of experts on a card."""
+    """Return `asked`: True if vLLM decodes without CUDA graphs. If `asked` is None, return True on the CPU and for
+    mixtures of experts, which read the tokens per expert on the host. ValueError if `asked` is False for a mixture on a
+    card."""
     if asked is False and policy.routed_layers and on_card(policy):
         raise ValueError("enforce_eager is False and the model is a mixture of experts: how many tokens each expert "
                          "has is read on the host, which CUDA graphs cannot. Leave enforce_eager out")
