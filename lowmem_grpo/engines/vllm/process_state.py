@@ -178,8 +178,7 @@ def drop_workspaces() -> None:
 
 
 def reset_pool() -> None:
-    """Drop the pools of an ended engine or a failed start, and the pool's stored error, which makes freed memory leak.
-    """
+    """Drop the pools of an ended engine or failed start, and the pool's stored error, which makes freed memory leak."""
     drop_workspaces()
     with suppress(ImportError):
         extension, held = import_module(EXTENSION), import_module(ALLOCATOR).CuMemAllocator.instance
