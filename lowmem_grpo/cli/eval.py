@@ -197,7 +197,8 @@ def tokens_of_run(subject: Candidate) -> int | None:
 
 
 def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any], int, Any]:
-    """Return rows, reward functions (the first decides what is right), an answer's token limit, and `Play` or None."""
+    """Return rows, reward functions (the first decides which answers are right), the most tokens of an answer, and the
+    recipe's `Play` (None without episodes)."""
     from lowmem_grpo.recipes.recipe_file import find_function
     from lowmem_grpo.rollout.assessment import rows_of
 

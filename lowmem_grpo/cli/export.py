@@ -37,8 +37,8 @@ def export(
 ) -> None:
     """Export the adapter of RUN, which is the folder of a run, of a checkpoint, or of a saved adapter.
 
-    The export is loaded back and compared before its folder gets its final name. A model is merged one tensor at a
-    time, so this needs no card, and no memory for the whole model."""
+    The files are read back and checked before their folder gets its final name. A model is merged one tensor at a time,
+    so this needs no card, and no memory for the whole model."""
     if public and repo is None:
         raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")
     with plain_errors():

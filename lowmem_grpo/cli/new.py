@@ -176,7 +176,7 @@ def guesses(recipe: "NewRecipe") -> list[str]:
 
 
 def write_recipe(recipe: "NewRecipe", told: list[str], rows: str = "") -> list[str]:
-    """Write a recipe and its example `rows`; return the lines to print: the file, `told`, and the next commands."""
+    """Write a recipe and its example `rows`; return the lines to print: its path, the lines `told`, and commands."""
     path, text = recipe.folder / f"{recipe.name}.py", recipe.text()
     save(path, text, rows)
     start, how_long = command_name(path), ", a minute on a CPU" if recipe.kind == "example" else ""

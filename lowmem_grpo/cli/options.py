@@ -36,9 +36,9 @@ TYPES = PLAIN | {f"{name} | None": kind | None for name, kind in PLAIN.items()}
 
 
 def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Raise the errors that `fill`, the recipe and its trainer would raise (ValueError, OSError or click.UsageError),
-    and return the run's settings. The recipe's file is parsed, not run, so only its literals are known here: the recipe
-    itself checks the rest."""
+    """Raise the errors that a run of the recipe with these arguments would raise at its start (ValueError, OSError or
+    click.UsageError), and return the run's settings. The recipe's file is parsed, not run, so only its literals are
+    known here: the recipe itself checks the rest."""
     from lowmem_grpo.recipes.options import RecipeOptions, fill  # these import pydantic
     from lowmem_grpo.recipes.presets import check_setup, size_of
 
@@ -182,7 +182,7 @@ def assigned(tree: ast.Module, name: str) -> ast.expr | None:
 
 
 def literal(node: ast.expr | None) -> Any:
-    """Return the value of a literal expression, or of `USUAL | literal`; None for any other expression."""
+    """Return the value of a literal expression, or of `USUAL | literal` (USUAL: the usual settings); else None."""
     if isinstance(node, ast.BinOp) and ast.unparse(node.left) == "USUAL":
         from lowmem_grpo.recipes.presets import USUAL
 
@@ -213,7 +213,7 @@ def options_of(tree: ast.Module, owner: str) -> dict[str, Option]:
 
 
 def imported(node: ast.ImportFrom, owner: str) -> dict[str, Option]:
-    """Return the fields of the class `owner` if the import takes it from a file of this package."""
+    """Return the fields of the class `owner` if this import statement takes it from a file of our package."""
     inside = (node.module or "").split(".")
     path = Path(recipes.__path__[0]).parents[1].joinpath(*inside).with_suffix(".py")
     names = [name.name for name in node.names if (name.asname or name.name) == owner]
@@ -268,7 +268,7 @@ def written_presets(tree: ast.Module) -> dict[str, Any]:
 
 
 def rewards_of(tree: ast.Module) -> list[str]:
-    """Return the names of the reward functions if the file's only Lesson gets them as a literal list; else []."""
+    """Return the names of the reward functions if the file calls `Lesson` once, with a literal list; else []."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Lesson"]
     values = [value for call in calls for value in (*call.args[2:3], *(word.value for word in call.keywords
                                                                        if word.arg == "rewards"))]

@@ -83,7 +83,7 @@ def play(
 
 
 def against(played: Play, recipe: str) -> Play:
-    """Return `played` with a person as the environment's `opponent`. ValueError if the environment has none."""
+    """Return the recipe's `played` with a person as the environment's `opponent`; ValueError if it has none."""
     factory = played.environment
     if not callable(factory) or not hasattr(factory(), "opponent"):
         raise ValueError(f"in {recipe!r} nobody plays against the model: its environment has no attribute `opponent` "

@@ -45,8 +45,8 @@ def serve(
 ) -> None:
     """Run submitted recipes from a queue on this card, and show them on a live page.
 
-    The command prints its address and a key. `lowmem-grpo submit` finds both in the folder. If the server ends, running
-    jobs continue, and the next server finds them."""
+    The command prints its address and a key. `lowmem-grpo submit` finds both in the server's --folder. If the server
+    ends, running jobs continue, and the next server finds them."""
     with plain_errors():
         one_process("the server")
         check_loading(load_in_4bit, load_in_fp8, engine, model)

@@ -68,7 +68,7 @@ def settings_of(settings: Any, ours: type[Settings]) -> Settings:
 
 
 def origin_of(settings: Any) -> Any:
-    """Return the most specific known class that a settings object comes from; None for anything else."""
+    """Return the class of TRL or transformers (listed in `CLASSES`) that a settings object comes from, or None."""
     return next((cls for cls in type(settings).__mro__ if known_as(cls) in CLASSES), None)
 
 
@@ -99,7 +99,7 @@ def plain(value: Any) -> Any:
 
 
 def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Settings:
-    """Return the settings updated with a trainer's `others`. Raise an error for a name or value not supported."""
+    """Return the settings updated with a trainer's further arguments `others`; raise an error for unsupported ones."""
     kind = type(settings)
     options = {}
     for name, value in others.items():
@@ -114,7 +114,8 @@ def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Setti
 
 
 def with_names(placed: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
-    """Return SFTTrainer's parameters, filled in from `placed` by position: in TRL's order if settings come first."""
+    """Return SFTTrainer's arguments `named`, filled in with the positional ones in `placed`. These are in TRL's order
+    if the first is None or settings, and otherwise in ours. TypeError for too many, or for one that is passed twice."""
     first = placed[0] if placed else ()
     order = TRLS_ORDER if first is None or isinstance(first, TrainSettings) or origin_of(first) else OUR_ORDER
     if len(placed) > len(order):
@@ -149,7 +150,7 @@ def check_model(model: Any, trainer: type) -> None:
 
 
 def either(processing_class: Any, tokenizer: Any) -> Any:
-    """Return the tokenizer, which may be passed under either name; TypeError if both are passed and differ."""
+    """Return the tokenizer, passed as `processing_class` or as `tokenizer`; TypeError if both are passed and differ."""
     if processing_class is not None and tokenizer is not None and processing_class is not tokenizer:
         raise TypeError("processing_class and tokenizer are two names of the same; give one of them")
     return tokenizer if processing_class is None else processing_class

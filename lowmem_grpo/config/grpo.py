@@ -213,13 +213,12 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """Optimizer steps of one pass over a generation; at least 1, because each step is sampled with a single
-        policy."""
+        """Optimizer steps of one pass over an engine call's completions; at least 1."""
         return max(1, (self.steps_per_generation or 0) // self.gradient_accumulation_steps)
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps of one update, in all passes over one generation."""
+        """Optimizer steps of all passes over the completions of one engine call."""
         return self.optimizer_steps_per_generation * self.num_iterations
 
     def total_steps(self, rows: int | None) -> int:
@@ -278,7 +277,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def draws(self) -> Draws:
-        """The sampling parameters of all draws. A seed in `vllm_sampling_params` changes the seed of each draw."""
+        """The sampling parameters of a run's engine calls. A seed in `vllm_sampling_params` alters each call's seed."""
         params = self.sampling(getattr(self.vllm_sampling_params, "seed", None))
         return Draws(self.prompts_per_generation, params, self.seed)
 

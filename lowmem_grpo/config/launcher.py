@@ -101,12 +101,13 @@ def one_process(what: str) -> None:
 
 
 def own_device(cards: int) -> str:
-    """Return this process's device: of the `cards` that it sees, the card of its local number; without cards "cpu"."""
+    """Return this process's device if it sees `cards` cards: the card of its local number, or "cpu" without cards."""
     return f"cuda:{this_place().local % cards}" if cards else "cpu"
 
 
 def take_card() -> None:
-    """Make only this process's card visible, before torch looks. ValueError for fewer cards than processes."""
+    """Make only this process's card visible, if there are several processes. Call this before torch looks for cards.
+    ValueError for fewer cards than processes."""
     place = this_place()
     if place.count == 1:
         return

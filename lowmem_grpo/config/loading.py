@@ -90,7 +90,7 @@ NO_MODEL = ("get_peft_model needs the model that from_pretrained returned: model
 
 
 def one_dtype(dtype: Any, torch_dtype: Any) -> Any:
-    """Return the dtype, which may be passed under either of its two names; TypeError if both are passed."""
+    """Return the dtype, passed as `dtype` or as `torch_dtype`; TypeError if both are passed."""
     if dtype is not None and torch_dtype is not None:
         raise TypeError("dtype and torch_dtype are two names of the same; give one of them")
     return torch_dtype if dtype is None else dtype

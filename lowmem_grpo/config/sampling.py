@@ -88,14 +88,14 @@ class SamplingParams(metaclass=CheckedCall):
 
 @dataclass(frozen=True)
 class Draws:
-    """The sampling parameters of a run: `count` prompts per draw, and a different seed for each draw."""
+    """The sampling parameters of a run's engine calls, which have `count` prompts and a different seed each."""
 
     count: int
     params: SamplingParams  # its seed, if it has one, enters the seed of every draw
     seed: int  # the run's seed
 
     def for_step(self, step: int, extra_round: int = 0) -> SamplingParams:
-        """Return the parameters of a step's draw, or of one of its extra rounds of dynamic sampling."""
+        """Return the sampling parameters of a step, or of an extra round of dynamic sampling in that step."""
         again = f"-{extra_round}" if extra_round else ""
         seed = random.Random(f"{self.seed}-{self.params.seed}-{step}{again}").getrandbits(62)
         return replace(self.params, seed=seed)
@@ -189,7 +189,7 @@ class EpisodeSettings:
 
     @property
     def turn_limit(self) -> int | None:
-        """The most turns of the policy, from either setting; ValueError if the two settings contradict each other."""
+        """The most turns, from `max_turns` or `max_tool_calling_iterations`; ValueError if the two disagree."""
         tools = self.max_tool_calling_iterations
         if self.max_turns is not None and tools is not None and self.max_turns != tools + 1:
             raise ValueError(f"max_turns is {self.max_turns} and max_tool_calling_iterations is {tools}: that many "
@@ -244,7 +244,8 @@ class StrategySettings:
 
 
 def needs(config: Any) -> dict[str, tuple[Any, ...]]:
-    """Return, for each field, the values that allow training while sampling: no gradient depends on other groups."""
+    """Return, by field, the values that `train_while_sampling` allows: a group is trained before the others are
+    sampled, so its gradient must not depend on them."""
     once = {"num_iterations": (1,), "steps_per_generation": (None, *range(1, config.gradient_accumulation_steps + 1)),
             "dynamic_sampling_rounds": (0,), "replay_buffer_size": (0,), "top_entropy_quantile": (1.0,),
             "entropy_coef": (0.0,), "use_adaptive_entropy": (False,), "scale_rewards": ("group", "none", None),

@@ -32,8 +32,8 @@ class SFTConfig(TrainSettings):
     """Every field means what it means in TRL; fields that TRL does not have say so.
 
     One optimizer step uses `batch_size` rows, and its loss is the mean over all their completion tokens. On a card the
-    memory plan cuts it into micro-batches of at most `max_tokens_per_micro_batch` tokens. Without a plan (on the CPU),
-    a micro-batch also holds at most `per_device_train_batch_size` rows. Neither limit changes the gradient.
+    memory plan cuts the step into micro-batches of at most `max_tokens_per_micro_batch` tokens. Without a plan (on the
+    CPU), a micro-batch also holds at most `per_device_train_batch_size` rows. Neither limit changes the gradient.
     """
 
     output_dir: str = "outputs/sft"

@@ -289,7 +289,7 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         return 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for records and checkpoints, without any token of the hub."""
+        """Return plain values, for records and checkpoints, without access tokens of the hub."""
         loading = {name: str(value) for name, value in (self.model_init_kwargs or {}).items()
                    if name not in ("token", "use_auth_token")}
         return asdict(self) | ({"model_init_kwargs": loading} if self.model_init_kwargs else {})

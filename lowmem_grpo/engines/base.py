@@ -57,10 +57,10 @@ class Engine(Protocol):
                  meanwhile: Meanwhile | None = None) -> list[list[Rollout]]:
         """Sample `params.n` rollouts of each prompt (token ids) with the current policy. Ids are never re-tokenised.
 
-        A sleeping engine wakes itself. If memory runs out while it wakes, it does the same as during sampling. Once all
-        rollouts of a prompt are finished, the engine passes them to `on_group`, in this thread; they are the objects
-        that it returns at the end. It also calls `meanwhile` in this thread, between decode steps, with the number of
-        unfinished sequences. An error raised by either callback ends the call.
+        A sleeping engine wakes itself. If memory runs out, while waking or sampling, the engine tries again in less
+        memory. Once all rollouts of a prompt are finished, the engine passes them to `on_group`, in the caller's
+        thread. The returned lists hold the same objects. Between decode steps, the engine calls `meanwhile` with the
+        number of unfinished sequences, also in the caller's thread. An error raised by either callback ends the call.
         """
         ...
 
@@ -119,7 +119,7 @@ def capabilities_of(engine: Any) -> frozenset[str]:
 
 
 class Calls:
-    """A record of the error that the caller's callback raised, to tell it from an error of the engine."""
+    """A base of engine calls. It records an error of the caller's callback, to tell it from an error of the engine."""
 
     failed_outside: Exception | None = None  # an error raised by our own code or the caller's, not by the engine
 
@@ -134,7 +134,7 @@ class Calls:
 
 
 class FinishedPrompts(Calls):
-    """The rollouts of finished prompts. Each prompt is reported once, even if the call is restarted."""
+    """The rollouts of a call's finished prompts. `on_group` gets each prompt once, even if the engine restarts."""
 
     def __init__(self, prompts: int, on_group: OnGroup | None, meanwhile: Meanwhile | None = None) -> None:
         self.prompts, self.on_group, self.meanwhile = prompts, on_group, meanwhile
@@ -148,7 +148,7 @@ class FinishedPrompts(Calls):
             self.on_group(prompt, rollouts)
 
     def between(self, running: int) -> None:
-        """Call `meanwhile(running)` between two decode steps, if any of the `running` sequences is unfinished."""
+        """Call `meanwhile` with the number of `running` sequences, unless it is 0. Called between decode steps."""
         if self.meanwhile is not None and running:
             with self.outside_the_engine():
                 self.meanwhile(running)
@@ -164,10 +164,10 @@ class FinishedPrompts(Calls):
 
 
 class ExpectedLengths:
-    """The mean completion length of each prompt in its last call. Prompts sampled longest ago are forgotten first.
+    """The mean completion length of each prompt when last sampled. Prompts sampled longest ago are forgotten first.
 
-    If not all sequences have room at once, the sequences expected to be longest start first, so that no long sequence
-    decodes alone at the end. The sampled tokens do not depend on the order.
+    If an engine cannot decode all sequences at once, the sequences expected to be longest start first, so that no long
+    sequence decodes alone at the end. The sampled tokens do not depend on the order.
     """
 
     def __init__(self) -> None:
@@ -183,8 +183,8 @@ class ExpectedLengths:
                 self.known.popitem(last=False)
 
     def order(self, prompts: list[list[int]]) -> list[int]:
-        """Return the prompts' indices, longest expected completion first. Ties keep their order, and a prompt without a
-        known length counts as the mean."""
+        """Return the prompts' indices, longest expected completion first. Ties keep their order. A prompt of unknown
+        length is expected to have the mean of the known lengths."""
         means = [self.known.get(hash(tuple(prompt))) for prompt in prompts]
         usual = fmean([length for length in means if length is not None] or [0.0])
         lengths = [usual if length is None else length for length in means]

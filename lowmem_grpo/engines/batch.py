@@ -26,7 +26,7 @@ ENTER_TOGETHER = 8  # waiting rows enter once 1/8 of the rows that may run are f
 
 @dataclass
 class DecodeState:
-    """The state of B rows that are decoded together. Their cache has L places for tokens, padded on the left."""
+    """The state of B sequences (rows) that are decoded together. Their KV cache has L positions, padded on the left."""
 
     cache: GrowingCache
     rows: Tensor  # (B,) index of the row in the call
@@ -38,26 +38,26 @@ class DecodeState:
 
     @classmethod
     def holding(cls, rows: Tensor, cache: GrowingCache | None = None, held: Tensor | None = None) -> "DecodeState":
-        """Return the state of rows that have sampled nothing yet; each has `held` (B,) tokens, right-aligned, in
-        `cache`."""
+        """Return the state of rows that have sampled nothing yet. `cache` holds each row's first tokens, right-aligned,
+        and `held` (B,) is their number (None: 0)."""
         held = torch.zeros_like(rows) if held is None else held
         alive = torch.ones_like(rows, dtype=torch.bool)
         return cls(cache or GrowingCache(), rows, torch.zeros_like(rows), rows, alive, held - 1)
 
     @property
     def width(self) -> int:
-        """L, the places of the cache in use."""
+        """L, the length of the cache in use."""
         return self.cache.get_seq_length()
 
     @property
     def real(self) -> Tensor:
-        """(B, L) bool, False for cache places with padding."""
+        """(B, L) bool, False for cache positions with padding."""
         return torch.arange(self.width, device=self.rows.device) >= self.width - 1 - self.positions[:, None]
 
     @classmethod
     def joined(cls, states: list["DecodeState"]) -> "DecodeState":
-        """Return one state with the rows of all `states`, which must be unfinished; `states` lose their caches. Places
-        on the left that are padding in every row are dropped, and room for some decode steps is added."""
+        """Return one state with the rows of all `states`, which must be unfinished. The caches move out of `states`.
+        Positions on the left that are padding in every row are dropped, and room for some decode steps is added."""
         if len(states) == 1:
             return states[0]
         held = [int(state.positions.max()) + 1 for state in states]
@@ -68,7 +68,7 @@ class DecodeState:
         return cls(cache, *(torch.cat(same) for same in zip(*parts, strict=True)))
 
     def trim(self) -> None:
-        """Drop the cache places on the left that are padding in every unfinished row."""
+        """Drop the cache positions on the left that are padding in every unfinished row."""
         width, rows = self.width, slice(0, len(self.rows))
         held = int(self.positions.where(self.alive, 0).max()) + 1
         self.cache = right_aligned([CacheSlice(self.cache, rows, width - held, width)], held, give=True)
@@ -94,7 +94,7 @@ class Batch:
 
     @property
     def has_room(self) -> bool:
-        """True if rows wait and at least size / ENTER_TOGETHER places in the batch are free."""
+        """True if rows are waiting, and the batch has room for size / ENTER_TOGETHER more rows."""
         return bool(self.waiting) and self.size - len(self.rows) >= max(1, self.size // ENTER_TOGETHER)
 
     def take_rows(self) -> list[int]:
@@ -164,7 +164,7 @@ class Batch:
         return total, sorted(done)
 
     def drop_finished(self) -> None:
-        """Drop the finished rows. If they are turns, keep their KV cache for the next turns of their episodes."""
+        """Drop the finished rows. In a call of `converse`, keep their KV cache for the next turns of their episodes."""
         if self.generation.requests:
             self.keep_prefixes()
         if self.rows:
@@ -173,7 +173,7 @@ class Batch:
             self.uniforms = self.uniforms[kept]
 
     def keep_prefixes(self) -> None:
-        """Keep the KV cache of finished turns, without the places of tokens that were sampled after a turn's end."""
+        """Keep the KV cache of finished turns, without the tokens that were sampled after a turn's end."""
         state, generation = self.state, self.generation
         rows, held = state.rows.tolist(), (state.positions + 1).tolist()
         done = [place for place, alive in enumerate(state.alive.tolist()) if not alive]
@@ -195,8 +195,8 @@ class Passes:
         self.wide: WideWeights | None = None  # quantized weights, dequantized to 16 bits
 
     def feed(self, state: DecodeState, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
-        """Feed tokens (B, S), `at_once` per pass, and return the next tokens' logits (B, V) in fp32. `real` (B, S) is
-        False for padding."""
+        """Feed tokens (B, S), at most `at_once` of each row per pass, and return the next tokens' logits (B, V) in
+        fp32. `real` (B, S) is False for padding."""
         real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
         routes, width = list[Tensor](), state.width + tokens.shape[1]
         for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):

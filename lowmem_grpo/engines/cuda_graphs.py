@@ -27,8 +27,8 @@ class CudaGraph:
     """A recorded CUDA graph, replayed in one launch. Its work must use fixed addresses and never synchronize."""
 
     def __init__(self, work: Run, beside: "CudaGraph | None" = None) -> None:
-        """Record the work without running it. With `beside`, share the memory pool of that graph; the two graphs must
-        then never run at the same time. RuntimeError if the work cannot be recorded."""
+        """Record the work without running it. If another graph is passed as `beside`, share its memory pool; the two
+        graphs must then never run at the same time. RuntimeError if the work cannot be recorded."""
         self.graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside.graph.pool()
         # another thread may train meanwhile, and its CUDA calls must not invalidate this capture

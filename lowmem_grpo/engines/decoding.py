@@ -75,9 +75,10 @@ class StopCriteria:
 
 
 def shared_numbers(seed: int, count: int, device: torch.device, part: tuple[int, int] | None = None) -> Uniforms:
-    """Return random numbers for `count` rows that depend only on the seed, the row and the position, so that a
-    completion does not depend on how its row was batched or interrupted. With `part` = (F, N), the rows are number F
-    and those after it in a call with N rows, and get the same numbers as in that call."""
+    """Return a function from rows (B,) and positions (B, A) to random numbers (B, A), for a call of `count` rows. A
+    number depends only on the seed, the row and the position, so a completion does not depend on how its row was
+    batched or interrupted. If the call is a part of a larger call of N rows, `part` = (F, N) gives its row 0 the
+    numbers of row F of the larger call, and so on."""
     first, whole = part or (0, count)
 
     @lru_cache(HELD)
@@ -97,7 +98,7 @@ def shared_numbers(seed: int, count: int, device: torch.device, part: tuple[int,
 
 
 def own_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:
-    """Return random numbers of `width` positions per row, each row with its own seed."""
+    """Return a function as `shared_numbers` does, for `width` positions per row; each row has its own seed."""
     table = torch.zeros(len(seeds), width, dtype=torch.float64)
     for row, seed in enumerate(seeds):
         table[row].uniform_(generator=torch.Generator().manual_seed(seed))
@@ -106,10 +107,11 @@ def own_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:
 
 
 def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw tokens (B,) from logits (B, V) fp32; returns them and their log-probabilities (B,) as sampled.
+    """Draw tokens (B,) from logits (B, V) fp32; returns them and their log-probabilities (B,).
 
     Inverse-CDF sampling uses one number per row from [0, 1), `uniform` (B, 1) fp64, and never draws a token of
-    probability 0. Greedy decoding (temperature 0) reports the log-probability at temperature 1.
+    probability 0. Log-probabilities include temperature and truncation. Greedy decoding (temperature 0) reports those
+    at temperature 1.
     """
     if params.temperature == 0:
         logprobs = logits.log_softmax(-1)

@@ -1,10 +1,11 @@
-"""The tokens that a call of the transformers engine has drawn, and the KV cache of turns, which later turns reuse.
+"""The tokens that a call of the transformers engine has sampled, and the KV cache of an episode's last turn.
 
-Only the tokens after the cached turn are computed. Rows that are computed together are fed the same number of tokens,
-so that each row is contiguous in the cache. A row with fewer new tokens therefore recomputes some of its cached ones.
+The next turn of the episode reuses that cache, and computes only the tokens after it. Rows that are computed together
+are fed the same number of tokens, so that each row is contiguous in the cache. A row with fewer new tokens therefore
+recomputes some of its cached ones.
 
-The state of a gated delta net cannot go back to an earlier token. So if a prompt differs from its cached turn, all of
-it is computed.
+The state of a gated delta net cannot go back to an earlier token. So if a prompt does not continue its cached turn
+exactly, the whole prompt is computed.
 """
 
 from dataclasses import dataclass, field, replace
@@ -74,19 +75,19 @@ class Prefill:
 
 @dataclass
 class PrefixCache:
-    """The cached prefixes of a call by episode key, oldest first."""
+    """The cached prefixes of episodes, by episode key, oldest first."""
 
     rows: dict[int, KeptPrefix] = field(default_factory=dict)
     most: int | None = None  # the most rows to keep, set when memory runs out; None for no limit
 
     def trim(self, room: int) -> None:
-        """Drop the oldest rows until at most `room` are left, or `most` if that is less."""
+        """Drop the oldest prefixes until at most `room` are left, or at most `self.most` if that is less."""
         most = room if self.most is None else min(room, self.most)
         for key in list(self.rows)[: max(0, len(self.rows) - most)]:
             del self.rows[key]
 
     def evict(self) -> int:
-        """Drop all rows because memory ran out, and later keep at most half as many. Return the number dropped."""
+        """Drop all prefixes as memory ran out, and from now on keep at most half as many. Return the number dropped."""
         count = len(self.rows)
         if count:
             self.most = count // 2
@@ -95,13 +96,13 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the caches. Rows that left a batch together share one cache, which is freed with its last row."""
+        """Bytes of the caches. Prefixes that left a batch together share a cache, which is freed with the last one."""
         return sum(cache.nbytes for cache in {kept.held.cache for kept in self.rows.values()})
 
 
 def fed_together(new: dict[int, int], exactly: bool = False) -> list[list[int]]:
-    """Group rows to be fed together, given the number of `new` tokens of each row. All rows of a group are fed as many
-    tokens as its first row, which has the most. With `exactly`, no row recomputes cached tokens."""
+    """Group rows to be computed in one pass, given the number of `new` (uncached) tokens of each row. All rows of a
+    group are fed as many tokens as its first row (the most). With `exactly`, no row recomputes cached tokens."""
     lists: list[list[int]] = []
     again = total = 0
     for row in sorted(new, key=lambda row: -new[row]):
@@ -161,9 +162,9 @@ class GenerationState:
     # Prompts
 
     def prefills(self, rows: list[int], running: int) -> list[Prefill]:
-        """Return the prompts of these rows, grouped by tokens to feed: first prompts that extend a cached turn, then
-        each other prompt once. Take the cached turns out of `kept`, and trim it to the room left beside `running` rows.
-        """
+        """Return the prompts of these rows, grouped by the number of tokens to feed: first prompts that extend a cached
+        turn, then each other prompt once. The cached turns that are used leave `kept`. The oldest of the others are
+        dropped if memory has no room for them beside these rows and the `running` rows."""
         prefixes = {row: kept for row in rows if self.requests
                     if (kept := self.kept.rows.pop(self.requests[row].key, None)) is not None}
         self.kept.trim(self.room - running - len(rows))
@@ -185,8 +186,8 @@ class GenerationState:
     # Routes of a mixture of experts
 
     def keep_prompt_routes(self, prefill: Prefill, fed: Tensor | None) -> None:
-        """Record the routes of each prompt: those kept from earlier calls, followed by those of the tokens just `fed`
-        (P, S, layers, k, aligned right). `fed` is None without experts."""
+        """Record the routes (chosen experts) of each prompt: those of its cached tokens, followed by those of the
+        tokens just `fed` (P, S, layers, k), right-aligned. For a model without experts `fed` is None."""
         if fed is None:
             return
         for place, (prompt, held, own) in enumerate(zip(prefill.prompts, prefill.held, fed.cpu(), strict=True)):
@@ -200,8 +201,8 @@ class GenerationState:
                 self.prompt_routes.setdefault(row, routes)  # resumed rows keep the routes of their first pass
 
     def keep_routes(self, rows: Tensor, counts: Tensor, fed: Tensor | None) -> None:
-        """Record the routes of each row's last sampled token, which has the number `counts`. They are the last in `fed`
-        (B, S, layers, k)."""
+        """Record the routes (chosen experts) of each row's last sampled token, the last in `fed` (B, S, layers, k).
+        `counts` (B,) is the number of tokens that each row has sampled. For a model without experts `fed` is None."""
         if fed is None:
             return
         if self.routes is None:
@@ -209,7 +210,7 @@ class GenerationState:
         self.routes[rows, counts - 1] = fed[:, -1]
 
     def routes_of(self, row: int, ran: int) -> Routes | None:
-        """Return the routes of a row's prompt and its first `ran` sampled tokens; None for a model without experts."""
+        """Return the routes (chosen experts) of a row's prompt and first `ran` sampled tokens; None without experts."""
         if not self.prompt_routes:
             return None
         own = (self.routes[row, :ran].clone().cpu(),) if self.routes is not None and ran else ()

@@ -24,7 +24,7 @@ class GrowingLayer(DynamicLayer):
 
     @classmethod
     def holding(cls, storage: Tensor, length: int) -> "GrowingLayer":
-        """Return a layer on this storage, of which the first `length` places are filled."""
+        """Return a layer on this storage, of which the first `length` positions are filled."""
         layer = cls()
         layer.lazy_initialization(storage[0], storage[1])
         layer.storage = storage
@@ -74,7 +74,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def reserve(self, capacity: int) -> None:
-        """Grow the storage to `capacity` places."""
+        """Grow the storage to `capacity` positions."""
         length = self.get_seq_length()
         grown = self.storage.new_empty(*self.storage.shape[:3], capacity, self.storage.shape[4])
         grown[:, :, :, :length] = self.storage[:, :, :, :length]
@@ -137,7 +137,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
 
 def unless_done(after: Tensor, before: Tensor, real: Tensor | None) -> Tensor:
-    """Return each row's state `after` (B, ...) new tokens, or that `before` if its last token is not `real` (B, T)."""
+    """Return each row's new state `after` (B, ...), or the state `before` if its last token is not `real` (B, T)."""
     if real is None:
         return after.clone()  # `after` may be a view of the caller's tensor
     return torch.where(real[:, -1].view(-1, *[1] * (after.dim() - 1)), after, before)
@@ -145,8 +145,8 @@ def unless_done(after: Tensor, before: Tensor, real: Tensor | None) -> Tensor:
 
 @dataclass(eq=False)
 class LastingStorage:
-    """Storage (2, R, H_kv, C, K) per layer that outlives the caches that use it. A cache uses rows from `first` on, and
-    in each row the leftmost of the C places. Unused places hold finite numbers."""
+    """KV storage (2, R, H_kv, C, K) per layer that outlives the caches that use it. A cache uses rows from `first` on,
+    and fills the C positions of a row from the left. Unused positions hold finite numbers."""
 
     rows: int
     capacity: int
@@ -154,13 +154,14 @@ class LastingStorage:
     layers: dict[int, Tensor] = field(default_factory=dict)  # by layer index, allocated at first use
 
     def show(self, place: int, rows: int, like: Tensor) -> Tensor:
-        """Return `rows` rows of the storage of layer `place`, whose keys have the shape of `like` (B, H_kv, T, K)."""
+        """Return `rows` rows of the storage of layer number `place`, which is allocated at first use for keys of the
+        shape of `like` (B, H_kv, T, K)."""
         if place not in self.layers:
             self.layers[place] = like.new_zeros(2, self.rows, like.shape[1], self.capacity, like.shape[3])
         return self.layers[place][:, self.first : self.first + rows]
 
     def move(self, place: int, layer: GrowingLayer) -> None:
-        """Copy the keys and values of layer `place` into this storage, and let the layer use it."""
+        """Copy the keys and values of layer number `place` into this storage, and let the layer use it."""
         length, here = layer.get_seq_length(), self.show(place, layer.storage.shape[1], layer.storage[0])
         here[:, :, :, :length] = layer.storage[:, :, :, :length]
         layer.storage = here
@@ -192,7 +193,7 @@ class GrowingCache(Cache):
 
     def fix(self, at: Tensor, rows: int, capacity: int) -> None:
         """From now on write the keys and values of new tokens at index `at` (1,), in storage of at least `capacity`
-        places. If `lasting` is set, the views then have `rows` rows; those after the cache's own rows are ignored."""
+        positions. If `lasting` is set, each layer uses `rows` rows of it; rows after the cache's own are ignored."""
         for place, layer in enumerate(self.layers):
             if isinstance(layer, GrowingLayer):
                 layer.at = at
@@ -213,7 +214,7 @@ class GrowingCache(Cache):
                 self.lasting.move(place, self.layers[place])
 
     def cut(self, length: int) -> None:
-        """Show only the first `length` places of every layer; the storage stays."""
+        """Show only the first `length` positions of every layer; the storage stays."""
         for layer in self.growing:
             layer.view(length)
 
@@ -238,7 +239,7 @@ class GrowingCache(Cache):
 
 @dataclass(frozen=True)
 class CacheSlice:
-    """A part of a cache: the places from `start` to `end` of some rows."""
+    """A part of a cache: the positions from `start` to `end` of some rows."""
 
     cache: GrowingCache
     rows: slice
@@ -247,9 +248,9 @@ class CacheSlice:
 
 
 def right_aligned(pieces: list[CacheSlice], width: int, room: int = 0, give: bool = False) -> GrowingCache:
-    """Return a cache of `width` places and `room` for more, with the rows of all pieces in order, right-aligned. The
-    padding is zeros, since a NaN would spread even with an attention weight of 0. With `give`, the source caches lose
-    each layer once it is copied."""
+    """Return a cache with the rows of all pieces in order, right-aligned at `width` positions, and storage for `room`
+    more. The padding is zeros, since a NaN would spread even with an attention weight of 0. With `give`, the source
+    caches lose each layer once it is copied."""
     made, lasting = list[Any](), pieces[0].cache.lasting
     for place in range(len(pieces[0].cache.layers)):
         layers = [piece.cache.layers[place] for piece in pieces]

@@ -24,7 +24,7 @@ class LoraRequest:
 
 
 def as_request(adapter: Any) -> LoraRequest | None:
-    """Convert our request, vLLM's, or an adapter's path to our request (None stays None); TypeError for other types."""
+    """Return our LoraRequest for ours, vLLM's or an adapter's path, and None for None; TypeError for other types."""
     if adapter is None or isinstance(adapter, LoraRequest):
         return adapter
     path = getattr(adapter, "lora_path", adapter)

@@ -43,7 +43,7 @@ GROW = 2  # lasting buffers may keep an earlier call's rows or width up to this 
 
 
 class StepBuffers:
-    """Inputs, masks, results and graphs of decode steps with up to R rows whose caches have up to C places."""
+    """Inputs, masks, results and graphs of decode steps with up to R rows whose caches have up to C positions."""
 
     def __init__(self, rows: int, capacity: int, device: torch.device, storage: LastingStorage | None = None) -> None:
         self.rows, self.capacity, self.storage = rows, capacity, storage
@@ -87,7 +87,8 @@ class TokenStep:
             say_plain(why)
 
     def prepare(self, rows: int, width: int) -> None:
-        """If steps are recorded, make room for `rows` rows of `width` places. Buffers that grow lose their graphs."""
+        """If steps are recorded, make lasting buffers for `rows` rows of `width` cache positions. Buffers of an earlier
+        call stay, with their graphs, if they are large enough."""
         width, old = up_to_multiple(width, self.block), self.lasting
         if self.record is None:
             self.lasting = None
@@ -98,7 +99,8 @@ class TokenStep:
             self.lasting = StepBuffers(rows, width, self.passes.policy.device, LastingStorage(rows, width))
 
     def storage_for(self, width: int, running: int) -> LastingStorage | None:
-        """Return lasting storage of at least `width` places, after the first `running` rows; None if there is none."""
+        """Return the lasting KV storage, to be used after its first `running` rows. None if there is none, or if it has
+        fewer than `width` positions."""
         storage = None if self.lasting is None else self.lasting.storage
         if storage is None or width > storage.capacity:
             return None

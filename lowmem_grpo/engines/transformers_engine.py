@@ -80,13 +80,14 @@ class TransformersEngine:
         self.passes.wide = WideWeights(few_rows(self.policy.base, self.policy.device)) if form == SIXTEEN else None
 
     def free_weights(self) -> None:
-        """Free weights in 16 bits, and step buffers with the graphs that read them."""
+        """Free the weights that were dequantized to 16 bits, and step buffers with the graphs that read them."""
         self.step.drop()
         if self.passes.wide is not None:
             self.passes.wide.held.clear()
 
     def give_back(self) -> None:
-        """Free everything now, and again before each later training phase, because memory ran out in training."""
+        """After memory ran out in training, free the engine's memory now (unless a call is running), and again before
+        each later training phase."""
         self.sleeps = True
         if not self.decoding:
             self.sleep()
@@ -122,8 +123,8 @@ class TransformersEngine:
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Decode turns in rounds; see `Engine.converse`. A cached turn takes the place of a row. If rows are not
-        limited, running rows and cached turns together are at most twice the largest round."""
+        """Decode turns in rounds; see `Engine.converse`. Cached turns count towards the limit on rows. Without a limit,
+        running rows and cached turns together are at most twice the largest round."""
         self.kv_bytes, goes_on = 0, getattr(conversation, "goes_on", False)
         self.step.drop()  # its memory is needed for kept rows
         if not goes_on:
@@ -230,7 +231,7 @@ class TransformersEngine:
         return left < (COMPACT_BELOW if self.step.record is None else RARELY) * rows
 
     def report(self, generation: GenerationState, prompts: list[int]) -> None:
-        """Report each of the prompts whose rows are all finished."""
+        """Pass the rollouts of these prompts, whose rows are all finished, to the caller."""
         if not prompts:
             return
         n = generation.params.n

@@ -148,8 +148,8 @@ class VLLMEngine:
     def generate(self, prompts: list[list[int]], params: SamplingParams, on_group: OnGroup | None = None,
                  meanwhile: Meanwhile | None = None) -> list[list[Rollout]]:
         """Sample n rollouts of each prompt. If vLLM dies, it is restarted once and samples the missing prompts; a
-        second death raises an error. An invalid call raises one at once. If memory runs out, also while waking, vLLM is
-        restarted with a smaller KV cache (see `Capacity.lower`)."""
+        second death raises an error. Invalid arguments raise an error at once. If memory runs out, also while waking,
+        vLLM is restarted without dequantized weights or with a smaller KV cache (see `Capacity.lower`)."""
         self.check_open()
         if not prompts:
             return []
@@ -172,8 +172,8 @@ class VLLMEngine:
                         self.vllm.SamplingParams, self.policy.routed_places)
 
     def in_less_memory(self, attempt: Callable[[], None], call: Calls | None = None) -> None:
-        """Repeat the attempt with smaller sizes until memory has room for it. If memory ran out in one of the caller's
-        callbacks, raise the callback's error."""
+        """Run `attempt`. While memory runs out, repeat it without dequantized weights, and then with smaller sizes. If
+        memory ran out in one of the caller's callbacks, raise the callback's error."""
         while isinstance(shortage := catch_oom(attempt, self.policy.device), OutOfMemory):
             if call is not None and call.failed_outside is not None:
                 raise call.failed_outside
@@ -245,7 +245,7 @@ class VLLMEngine:
             self.base = before
 
     def on_policy_update(self, policy_version: int) -> None:
-        """Store the new version. The next call copies the current adapter, and drops prefixes of the old one."""
+        """Store the policy's version. The next call copies the adapter, and drops prefixes cached with the old one."""
         self.policy_version = policy_version
 
     def sleep(self) -> None:

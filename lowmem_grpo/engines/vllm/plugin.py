@@ -65,8 +65,9 @@ def current() -> WeightSharing:
 
 
 def check_architecture(name: str) -> None:
-    """Raise BorrowError if vLLM has no model class of that name. Register the class, not its name: a lazily named class
-    would be inspected in a subprocess (about 8 s) to avoid initializing CUDA, which this process has done anyway."""
+    """Raise BorrowError if vLLM has no model class of that name; else register the class itself in place of its name.
+    To avoid initializing CUDA, vLLM would inspect a class known only by name in a subprocess (about 8 s), but this
+    process has initialized CUDA anyway."""
     known = ModelRegistry.models.get(name)
     if known is None:
         raise BorrowError(f"this vLLM has no {name}. {OTHER_ENGINE}")
@@ -94,8 +95,8 @@ class NoWeights:
 
 
 class BorrowedLinearMethod(NoWeights, LinearMethodBase):
-    """The method of a linear layer, which has no weights and computes with the trainer's, including LoRA and bias. It
-    also serves routers, from whose float32 logits vLLM selects the experts."""
+    """The quantization method of linear layers. It has no weights and computes with the trainer's, including LoRA and
+    bias. It also serves routers, from whose float32 logits vLLM selects the experts."""
 
     def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
         self.compute = compute
@@ -105,7 +106,7 @@ class BorrowedLinearMethod(NoWeights, LinearMethodBase):
 
 
 class BorrowedExpertsMethod(NoWeights, fused_moe.FusedMoEMethodBase):
-    """The method of an experts layer, which has no weights and runs the trainer's own experts operation."""
+    """The quantization method of experts layers. It has no weights and runs the trainer's own experts operation."""
 
     def __init__(self, experts: BorrowedExperts, moe: Any) -> None:
         super().__init__(moe)
@@ -120,7 +121,7 @@ class BorrowedExpertsMethod(NoWeights, fused_moe.FusedMoEMethodBase):
 
 
 class BorrowedEmbeddingMethod(QuantizeMethodBase):
-    """The method of an embedding, or of a head with float32 logits, on the trainer's matrix."""
+    """The quantization method of an embedding, or of a head with float32 logits, on the trainer's matrix."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -143,7 +144,7 @@ class BorrowedEmbeddingMethod(QuantizeMethodBase):
 
 @register_quantization_config(NAME)
 class BorrowedConfig(QuantizationConfig):
-    """The quantization config that gives vLLM the method of every layer."""
+    """The quantization config, from which vLLM gets the quantization method of every layer."""
 
     def get_name(self) -> str:
         return NAME
@@ -164,7 +165,7 @@ class BorrowedConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Return a layer's method on the trainer's tensors; None leaves it to vLLM. BorrowError on a mismatch."""
+        """Return a layer's quantization method; None if vLLM keeps its own. BorrowError if it does not match."""
         loan = current()
         if isinstance(layer, VocabParallelEmbedding):  # includes output heads
             module: Any = loan.embedding(prefix, head=isinstance(layer, ParallelLMHead))

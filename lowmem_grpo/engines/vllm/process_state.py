@@ -55,7 +55,7 @@ MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error:
 
 @contextmanager
 def random_states_kept(device: torch.device) -> Iterator[None]:
-    """Restore the random states of Python, numpy and torch (CPU and `device`), and sys.excepthook, on exit."""
+    """Restore the random states of Python, numpy and torch (CPU and `device`) and sys.excepthook after this context."""
     states, hook = (random.getstate(), np.random.get_state()), sys.excepthook
     try:
         with torch_states_kept(device):
@@ -67,7 +67,7 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
 
 
 def torch_states_kept(device: torch.device) -> AbstractContextManager[None]:
-    """Restore torch's random states on exit; an engine step changes no others."""
+    """Return a context that restores torch's random states at its end; an engine step changes no others."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
@@ -80,7 +80,7 @@ def import_from_a_thread() -> None:
 
 @contextmanager
 def collectable() -> Iterator[None]:
-    """On exit, undo vLLM's gc.freeze(), which keeps every object that exists when vLLM starts, even a model."""
+    """After this context, undo vLLM's gc.freeze(), which keeps all objects that exist when vLLM starts, even models."""
     frozen = gc.get_freeze_count()
     try:
         yield
@@ -178,7 +178,7 @@ def drop_workspaces() -> None:
 
 
 def reset_pool() -> None:
-    """Drop the pools of an ended engine or a failed start, and clear the error: while it is set, freed memory leaks."""
+    """Drop the pools of an ended engine or failed start, and the pool's stored error, which makes freed memory leak."""
     drop_workspaces()
     with suppress(ImportError):
         extension, held = import_module(EXTENSION), import_module(ALLOCATOR).CuMemAllocator.instance
@@ -229,7 +229,8 @@ class SleepingRoom:
 
 
 def made_in_pool(size: int, device: torch.device) -> Tensor:
-    """Return `size` bytes in a pool segment of their own, under our tag. When they are freed, vLLM loses nothing."""
+    """Return a buffer of `size` bytes in a segment of its own in vLLM's pool, under our tag. No data of vLLM shares the
+    segment, so the buffer can be freed alone. BorrowError if the pool gave another segment."""
     if why := why_no_pool():
         raise BorrowError(f"{why}. {ADVICE}")
     allocator = pool().CuMemAllocator.get_instance()

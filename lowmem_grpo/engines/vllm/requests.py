@@ -69,7 +69,7 @@ class CallSampling:
                        routes=self.routes(output, len(prompt) + len(ids) - 1))
 
     def routes(self, output: Any, tokens: int) -> Routes | None:
-        """Return an output's expert routes; None if vLLM returned none. RuntimeError unless for `tokens` tokens."""
+        """Return an output's expert routes; None if vLLM returned none. RuntimeError if not of `tokens` tokens."""
         experts = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
         if experts is None:
             return None
@@ -130,7 +130,7 @@ class Prompts(FinishedPrompts):
         self.settings = sampling.settings(self.asked)
 
     def run(self, steps: Steps, version: int) -> None:
-        """Sample the missing prompts, and report each as it finishes."""
+        """Sample the missing prompts, and pass each to `on_group` as it finishes."""
         missing, engine = self.missing, steps.llm.llm_engine
         if self.expected is not None:
             missing = [missing[at] for at in self.expected.order([self.asked[prompt].ids for prompt in missing])]
@@ -144,7 +144,7 @@ class Prompts(FinishedPrompts):
                 self.between(int(engine.get_num_unfinished_requests()))
 
     def give_prompt(self, prompt: int, output: Any, pace: Pace, version: int) -> None:
-        """Report a prompt with all its completions."""
+        """Pass a finished prompt and all its completions to `on_group`."""
         ids = self.asked[prompt].ids
         pace.tokens["prefill"] += len(ids)
         with self.outside_the_engine():

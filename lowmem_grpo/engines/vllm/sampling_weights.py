@@ -135,7 +135,8 @@ class AdapterCopy:
         self.sampled: dict[str, list[LoRA | None]] = {}  # by engine layer, the LoRA tensors that the engine reads
 
     def slot(self, layer: str, live: Sequence[LoRA | None]) -> list[LoRA | None]:
-        """Return the engine's LoRAs of a layer, all A before all B in memory. New ones get the values of `live`."""
+        """Return the engine's LoRAs of a layer, with all A before all B in memory. The first call for a layer makes
+        them, with the values of the trainer's LoRAs `live`."""
         if layer not in self.sampled:
             present = [lora for lora in live if lora is not None]
             a = [self.next_tensor(lora.a) for lora in present]
@@ -145,7 +146,7 @@ class AdapterCopy:
         return self.sampled[layer]
 
     def next_tensor(self, like: Tensor) -> Tensor:
-        """Return the next tensor of that shape in `room`."""
+        """Return the next unused piece of the buffer `room`, in the shape of `like`."""
         self.taken += like.numel()
         return self.room[self.taken - like.numel() : self.taken].view(like.shape)
 
@@ -169,7 +170,7 @@ def aligned(shape: Iterable[int]) -> int:
 
 
 class SamplingWeights:
-    """The dequantized weights of an engine's quantized products, which use them from `fill` to `drop`."""
+    """Dequantized weights of an engine's products with quantized matrices, which use them from `fill` to `drop`."""
 
     def __init__(self, products: Sequence[Product], dtype: torch.dtype, device: torch.device, room: Room,
                  few: int = 0) -> None:
@@ -196,20 +197,20 @@ class SamplingWeights:
         self.filled = True
 
     def drop(self) -> None:
-        """Stop using the buffer, whose contents may then be lost; the products use the codes until the next `fill`."""
+        """Stop using the buffer, whose contents may be lost; the products use quantized codes until the next `fill`."""
         for product, _ in self.pairs:
             product.wide = None
         self.filled = False
 
 
 def few_rows(base: Any, device: torch.device) -> int:
-    """Return the most rows for which codes are faster than dequantized weights on the card; 0 if this is unknown."""
+    """Return the most input rows for which quantized codes are faster than dequantized weights; 0 if it is unknown."""
     known = known_of(base, device)
     return 0 if known is None else rows_of_codes(*known)
 
 
 def known_of(base: Any, device: torch.device) -> tuple[ModelShape, str, str] | None:
-    """Return the model's shape, its card's name and its weights' form; None if its config cannot be planned for."""
+    """Return a model's ModelShape, its card's name and its weights' form (NF4 or FP8); None for unsupported configs."""
     form = FP8 if any(fp8_linears(base)) else NF4
     try:
         shape = ModelShape.from_config(base.config)

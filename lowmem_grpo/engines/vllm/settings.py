@@ -137,13 +137,13 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def choose_weights(capacity: Capacity, eager: bool) -> tuple[str, int]:
-    """Return the form of weights to sample with, and the bytes left for the KV cache.
+    """Return the form of weights to sample with, and the bytes left for the KV cache. The form is `FOUR`, as the
+    weights are stored (4 bits or FP8), or `SIXTEEN`, dequantized.
 
-    `FOUR` is the form in which weights are stored (4 bits or FP8), and `kv_budget` the cache's size with it.
     Dequantized weights take their room from the cache, unless the user set its size. With CUDA graphs (not `eager`)
-    they also need vLLM's pool. If no form is asked for, weights are dequantized only on a card, and only if
-    `is_worth_widening`. ValueError if a form is asked of a model that is not quantized, EngineUnavailableError if 16
-    bits are asked for and the pool cannot be used.
+    they must lie in vLLM's memory pool. If the user asked for no form, weights are dequantized only on a card, and only
+    if `is_worth_widening`. ValueError if the user asked for a form and the model is not quantized,
+    EngineUnavailableError if the user asked for 16 bits and the pool cannot be used.
     """
     asked, policy, kept = capacity.settings.sampling_weights, capacity.policy, (FOUR, capacity.kv_budget)
     size, fixed = wide_bytes(policy), capacity.settings.kv_cache_bytes is not None
@@ -164,9 +164,9 @@ def choose_weights(capacity: Capacity, eager: bool) -> tuple[str, int]:
 
 
 def is_worth_widening(capacity: Capacity, size: int, left: int, fixed: bool) -> bool:
-    """Return True if dequantized weights of `size` bytes fit and, by the card's data sheet, if any, save enough time.
-    With `fixed` they must fit beside the user's cache; else `left` bytes must hold the cache of the wanted sequences.
-    """
+    """Return True if dequantized weights of `size` bytes fit and, as far as the card's data sheet tells, save enough
+    time. If the user set the size of the KV cache (`fixed`), they must fit beside it. Otherwise the `left` bytes must
+    hold the cache of all wanted sequences."""
     policy, tokens, sequences = capacity.policy, capacity.max_seq_length, capacity.wanted_seqs
     known = known_of(policy.base, policy.device)
     if known is not None and not faster_in_16_bit(*known[:2], sequences, tokens, known[2]):
@@ -221,7 +221,8 @@ def write_config(policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_len
 
 
 def llm_options(capacity: Capacity, name: str, eager: bool, sleeps: bool, routes: bool = False) -> dict[str, Any]:
-    """Return the options of `LLM`; `name` is our quantization method and loader. `routes` requests chosen experts."""
+    """Return the options of `LLM`. `name` is that of our quantization method and our loader. With `routes`, vLLM
+    returns the chosen experts too."""
     policy, context, cache_dtype = capacity.policy, capacity.max_seq_length, capacity.settings.kv_cache_dtype
     family = family_of(policy.base.config)
     # vLLM caches the states of gated delta nets only with chunked prefill (see `device_options`)
@@ -264,9 +265,9 @@ def on_card(policy: Policy) -> bool:
 
 
 def is_eager(policy: Policy, asked: bool | None) -> bool:
-    """Return True if vLLM decodes without CUDA graphs, as `asked`. If that is None, return True on the CPU and for
-    mixtures of experts, which read the tokens per expert on the host. ValueError if a mixture on a card is asked for
-    graphs."""
+    """Return `asked`: True if vLLM decodes without CUDA graphs. If `asked` is None, return True on the CPU and for
+    mixtures of experts, which read the tokens per expert on the host. ValueError if `asked` is False for a mixture on a
+    card."""
     if asked is False and policy.routed_layers and on_card(policy):
         raise ValueError("enforce_eager is False and the model is a mixture of experts: how many tokens each expert "
                          "has is read on the host, which CUDA graphs cannot. Leave enforce_eager out")
