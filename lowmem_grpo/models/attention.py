@@ -35,7 +35,8 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
               packed: PackedLayout | None = None, cached: bool = False, scaling: float | None = None,
               dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
               newest: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
-    """Dispatch to one of the three forms; query (B, H, Q, K), key and value (B, H_kv, L, K), result (B, Q, H, K)."""
+    """Attend with query (B, H, Q, K) to key and value (B, H_kv, L, K); return (result (B, Q, H, K), None). ValueError
+    for options that change the scores, such as ALiBi. The forms of attention are in the module's docstring."""
     asked = kwargs | {"softcap": softcap}
     if wanted := [words for name, words in CHANGES.items() if asked.get(name) is not None]:
         raise ValueError(f"attention with {' and '.join(wanted)} is not supported; load a model without it")

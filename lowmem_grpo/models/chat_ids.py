@@ -51,7 +51,7 @@ class IdsTokenizer:
 
 @cache
 def class_with_ids(cls: type) -> type:
-    """Return a tokenizer's class with the `IdsTokenizer` mixin added, under the same name, since that name is saved."""
+    """Return a tokenizer's class with the `IdsTokenizer` mixin added, under the class's own name, which is saved."""
     return type(cls.__name__, (IdsTokenizer, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 

@@ -87,8 +87,8 @@ class DeltaNet(nn.Module):
 
     def forward(self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
                 packed: PackedLayout | None = None, real: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Map (B, T, D) to (B, T, D). The mask (B, T) is `real`, or `attention_mask` if that is None. It is False for
-        the padding, which is on the left."""
+        """Map (B, T, D) to (B, T, D). Tokens for which `real` (B, T) is False leave the states unchanged. If `real` is
+        None, `attention_mask` takes its place. Packed sequences need no mask."""
         rows, count, _ = hidden_states.shape
         mixed, z, b, a = one_node(hidden_states, [self.get_submodule(name) for name in DELTA_IN], self.weights)
         a, b, log, bias = (tensor.to(torch.promote_types(tensor.dtype, torch.float32))  # float64 stays in float64

@@ -85,8 +85,9 @@ class QuantizeExperts(ConversionOps):
 
 
 def quantized_stack(parts: list[list[Tensor]], experts: int) -> Params4bit:
-    """Return the matrices of all experts as one stack in NF4. Each part has one tensor (n, in) per expert; an expert's
-    matrix concatenates its tensors from all parts. The lists in `parts` are emptied on the way, to free memory."""
+    """Return the matrices of all experts as one stack in NF4. Each list in `parts` (such as the gates, or the up
+    projections) has one tensor (n, in) per expert. An expert's matrix is the concatenation of its tensors from all
+    lists. The lists are emptied on the way, to free memory."""
     first = torch.cat([part[0] for part in parts])
     size, (device, dtype, shape) = first.numel(), (first.device, first.dtype, first.shape)
     packed = torch.empty(experts * size // 2, dtype=torch.uint8, device=device)

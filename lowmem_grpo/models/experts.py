@@ -26,8 +26,8 @@ BROUGHT = ("the model is a mixture of experts whose linear layers are in 4 bits,
 
 
 class ExpertStack(nn.Module):
-    """One kind of frozen matrix of all experts, stacked by rows: `weight` (E * out, in), plain or in NF4. It is a
-    parameter of that name so that code which looks for bitsandbytes' weights in a model finds it."""
+    """One kind of frozen matrix of all experts, stacked by rows: `weight` (E * out, in), plain or in NF4.
+    `weight` is a parameter, so code that searches a model for bitsandbytes' weights finds it."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class RoutedBlock(nn.Module):
         return ids, values / values.sum(-1, keepdim=True) if self.gate.norm_topk_prob else values
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the router's logits (T, E) in the dtype of the rows, in which other engines choose experts too."""
+        """Return the router's logits (T, E) in the dtype of `rows` (T, D), as other engines do."""
         return F.linear(rows, self.gate.weight)
 
     def chosen(self, probabilities: Tensor) -> Tensor:

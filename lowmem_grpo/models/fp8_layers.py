@@ -102,7 +102,7 @@ def form_in_fp8(model: nn.Module) -> bool | str:
 @register_quantization_config(NAME)
 @dataclass
 class FP8Config(QuantizationConfigMixin):
-    """The stored form of FP8 weights and their use: the block that shares a scale (None: a row), and matmuls' dtype."""
+    """A config of FP8 weights: the block of a weight that shares a scale (None: a row), and the dtype of matmuls."""
 
     quant_method: Any = NAME
     block: Any = None
@@ -215,8 +215,8 @@ def leave_out_activations(model: PreTrainedModel, heads: dict[str, Any]) -> None
 
 def stored_in_fp8(model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]], block: tuple[int, int] | None,
                   names: dict[str, str]) -> dict[str, tuple[int, int] | None]:
-    """Return {path: block} of the linear layers stored in FP8 (None: one scale per row, or one for all). ValueError if
-    a weight lacks scales, scales lack a weight, a shape does not fit, or an FP8 tensor is not the weight of a decoder's
+    """Return {path: block} of the linear layers stored in FP8 (None: one scale per row or per weight). ValueError if a
+    weight lacks scales, scales lack a weight, a shape does not fit, or an FP8 tensor is not the weight of a decoder's
     linear layer."""
     check_pairs(heads)
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
@@ -262,8 +262,8 @@ def scale_of(name: str, stored: Container[str]) -> str | None:
 
 def fitting_block(name: str, shape: tuple[int, int], scales: list[int],
                   block: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return the block size for scales of this shape: None if there is one per row, or one for all. ValueError if they
-    do not fit `shape` and `block`."""
+    """Return the block that shares a scale; None if a weight has one scale per row, or a single one. `shape` is the
+    weight's, and `scales` the shape of its scales. ValueError if the scales do not fit `shape` and `block`."""
     if scales in ([], [1], [1, 1], [shape[0]], [shape[0], 1]):
         return None
     if block is None or tuple(scales) != scales_shape(shape, (block[0], block[1])):

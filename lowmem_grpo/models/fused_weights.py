@@ -23,7 +23,8 @@ GROUPS = (SPLIT, GATE_UP, DELTA_IN)
 
 
 def fuse_weights(model: nn.Module) -> list[str]:
-    """Fuse every group of the model that allows it. Return the paths of the other groups, each with the reason."""
+    """Fuse the weights of each group of layers that share an input. Return the paths of the groups whose weights do not
+    match, each with the reason."""
     left = []
     for path, modules in groups_of(model):
         try:
@@ -109,7 +110,7 @@ def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
 
 
 def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
-    """Return 4-bit weights that `NF4Weight.adjacent` has laid out as one weight; None if they are not adjacent."""
+    """Return 4-bit weights as one weight; None if they are not adjacent in memory."""
     first, columns = weights[0], weights[0].shape[1]
     parts: dict[str, Any] = {"packed": joined([weight.packed for weight in weights]),
                              "absmax": joined([weight.absmax for weight in weights])}
@@ -127,8 +128,8 @@ def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
 
 
 def joined_offsets(weights: Sequence[NF4Weight]) -> Tensor | None:
-    """Return a view with one offset per nested block; None if the offsets are not adjacent. The storage of a weight's
-    offset repeats it once per block, and `offset` is a view of the first copy."""
+    """Return the offsets of all weights as one view, with one offset per nested block; None if they are not adjacent
+    in memory. A weight's storage has a copy of its offset for each block, and `weight.offset` views the first."""
     counts = [0 if weight.nested_absmax is None else len(weight.nested_absmax) for weight in weights]
     offsets = [weight.offset.reshape(-1)[:1] for weight in weights if weight.offset is not None]
     first = offsets[0].detach()

@@ -93,6 +93,6 @@ def ranges(heads: int, key_heads: int, groups: int) -> Iterator[tuple[slice, sli
 
 
 def laid_by_tokens(like: Tensor) -> Tensor:
-    """Return an uninitialised (S, H, T, K), stored as (S, T, H, K), the layout of the layers around attention."""
+    """Return an empty tensor (S, H, T, K), stored as (S, T, H, K), the layout of the layers around attention."""
     rows, heads, tokens, size = like.shape
     return like.new_empty(rows, tokens, heads, size).transpose(1, 2)

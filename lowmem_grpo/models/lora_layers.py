@@ -68,7 +68,7 @@ class JoinedWeights:
         self.found: list[FrozenWeight] = []
 
     def join(self, layers: Sequence[Any]) -> list[FrozenWeight]:
-        """Return one weight per layer, or a single weight for all layers if they are adjacent."""
+        """Return one weight per layer, or a single one if the layers' weights are quantized and adjacent."""
         parts = [part for layer in layers for part in parts_of(base_of(layer))]
         if len(parts) != len(self.parts) or any(part is not old for part, old in zip(parts, self.parts, strict=True)):
             weights = [held_weight(base_of(layer)) for layer in layers]
@@ -104,8 +104,8 @@ def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequen
 
 
 def loras_of(x: Tensor, layers: Sequence[Any], owner: object) -> list[LoRA | None] | None:
-    """Return the active LoRA pair of each layer; None if our kernel does not cover all of them for x. Sampling caches
-    the result for `owner`, since the look-up takes as long as a small product."""
+    """Return the active LoRA pair of each layer; None if our kernel does not cover all of them for x. During
+    sampling the result is cached per `owner`, because finding it takes as long as a small matrix product."""
     if KEPT.get() is None:
         return found_loras(x, layers)
     lora = next((layer for layer in layers if isinstance(layer, OneNode)), None)

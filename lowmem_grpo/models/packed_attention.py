@@ -65,9 +65,9 @@ class PackedLayout:
 
 
 class FirstKeys(UserDict):
-    """Keys and values that some layers share with later ones. Only the first pair of each kind is stored, which comes
-    from the forward pass. When layers are recomputed in backward, they set their pairs again; storing those would keep
-    most recomputed tensors on the device."""
+    """Keys and values that some layers share with later ones, by layer type. Only a type's first pair is stored, which
+    comes from the forward pass. When layers are recomputed in backward, they set their pairs again; storing those would
+    keep most recomputed tensors on the device."""
 
     def __setitem__(self, kind: str, keys_and_values: Any) -> None:
         if kind not in self:

@@ -6,7 +6,7 @@ completion begins with it. Attention finds a sequence's tokens through `sources`
 
 A completion is one sequence, or several for an episode whose history was rewritten. A sequence ends with the last token
 that the policy sampled; earlier tokens from other sources are packed but not trained. If several sequences of a group
-have the same prompt, they share all of it. Any other sequence shares the group's prompt if its own begins with that.
+have the same prompt, they share all of it. Other sequences share the group's prompt if theirs begins with it.
 
 `Packer` starts again with smaller micro-batches if memory runs out. The gradient equals that of a run with these
 smaller ones from the start: bit for bit on the CPU, up to rounding on a GPU, where fused attention has no fixed
@@ -114,12 +114,9 @@ def shared(prompt: list[int] | None, of_group: list[int],
 
 def pack(groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequences: int | None = None,
          spread: float = SPREAD) -> list[MicroBatch]:
-    """Pack every completion, group by group, longest first, into micro-batches.
-
-    A micro-batch has at most `max_tokens` packed tokens and `max_sequences` completions; a completion above
-    `max_tokens` gets its own. Where attention pads, sequences with their prompts take at most `spread` times
-    `max_tokens` tokens (see `cutting.cut_spans`).
-    """
+    """Pack every completion, group by group, longest first, into micro-batches. A micro-batch has at most `max_tokens`
+    packed tokens and `max_sequences` completions. With the tokens that attention pads or copies, it has at most
+    `spread * max_tokens` tokens. A completion above a limit gets its own micro-batch."""
     whole = list(groups)
     spans = [
         [Span(number, place, tuple(sequence.lengths for sequence in sequences))

@@ -192,13 +192,13 @@ def check_turns(config: Any, tokenizer: Any, name: str) -> None:
 
 def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
                  names: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return the quantization arguments for from_pretrained. There are none for an FP8 checkpoint, whose config gets
-    our quantizer. There are none for one stored in NF4 either, because passing None would override its own config."""
+    """Return the quantization arguments for from_pretrained; {} for a checkpoint that is stored in NF4 or FP8, or is to
+    stay in 16 bits. The config of an FP8 checkpoint gets our quantizer."""
     if stored == FP8:
         keep_stored(config, dtype, names)
         return {}
     if stored == NF4 or form == BITS_16:
-        return {}
+        return {}  # not None, which would override the config of a checkpoint in NF4
     if form != NF4:
         return {"quantization_config": to_quantize(form, dtype)}
     return {"quantization_config": nf4(dtype, ExpertsNF4Config if has_experts(config) else BitsAndBytesConfig)}
@@ -280,5 +280,5 @@ def by_length(model: nn.Module) -> Iterator[tuple[nn.Module, str | None, str]]:
 
 
 def attribute_name(attribute: str, layer_type: str | None) -> str:
-    """Return the name of transformers' attribute for one layer type."""
+    """Return the name under which a RoPE module of transformers has `attribute` for one layer type (None: all)."""
     return attribute if layer_type is None else f"{layer_type}_{attribute}"

@@ -75,7 +75,7 @@ class Routes:
 
 
 def one_prompt(rollouts: list[Rollout], prompt: list[int]) -> list[Rollout]:
-    """Let rollouts share the first one's memory for the prompt's routes if theirs are equal. Return all rollouts."""
+    """Return the rollouts. If the prompt's routes in a rollout equal those in the first one, both share the memory."""
     first = rollouts[0].routes
     for rollout in rollouts if first is not None else []:
         known, own = first.cut(0, len(prompt)), rollout.routes.cut(0, len(prompt))

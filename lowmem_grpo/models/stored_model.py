@@ -35,7 +35,8 @@ LABELS = {  # transformers' quant_method, or a format of compressed-tensors -> i
 
 
 def resolve(model_name: str) -> str:
-    """Return the folder of an embedded model or path, or else the name itself. OSError for a path without a model."""
+    """Return the folder of a model that this package ships (EMBEDDED), or of a model at a path. Any other name is one
+    on the hub, and is returned unchanged. OSError for a path without a model."""
     if model_name in EMBEDDED:
         return str(files("lowmem_grpo") / "assets" / model_name)
     looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1
@@ -68,8 +69,8 @@ def find(model_name: str, **options: Any) -> str:
 
 
 def config_of(model_name: str) -> Any:
-    """Return the config of an embedded model, a shipped config, a folder or file, or a model on the hub. ValueError if
-    none is found."""
+    """Return a model's config: by the name of a model or config that this package ships, from a folder or file, or from
+    the hub. ValueError if none is found."""
     try:
         return named_config(resolve(model_name) if model_name in EMBEDDED else model_name)
     except ValueError as unknown:
@@ -137,7 +138,7 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 
 def block_of(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the block (h, w) that shares a scale, from the config; None for scales per row or one for all."""
+    """Return the block (h, w) that shares a scale, from the config; None for one scale per row or per weight."""
     block = quantization.get("weight_block_size")
     for group in (quantization.get("config_groups") or {}).values():
         weights = group["weights"]

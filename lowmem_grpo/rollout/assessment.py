@@ -102,7 +102,8 @@ class Evaluation:
         self, ranks: Any, dataset: Any, params: SamplingParams, size: int, encoder: PromptEncoder, sampler: Sampler,
         scoring: Scoring,
     ) -> None:
-        """`ranks` divide the batches among them (see trainer/distributed.py). `dataset` has all rows, for checks."""
+        """`ranks` divide the batches among themselves (see trainer/distributed.py). `dataset` has the rows of all
+        evaluation datasets, for preflight's checks."""
         self.ranks, self.dataset, self.params, self.size, self.encoder = ranks, dataset, params, size, encoder
         self.sampler, self.scoring = sampler, scoring
 
@@ -177,8 +178,8 @@ def evaluation_sets(dataset: Any, args: TrainSettings, read: Callable[[Any, str]
 
 
 def evaluate_sets(trainer: Any, dataset: Any, prefix: str) -> dict[str, float]:
-    """Return the metrics of `dataset`: rows, a dict of datasets by name, the name of one of the trainer's evaluation
-    datasets, or None for all of these. ValueError for None if the trainer has no evaluation dataset."""
+    """Evaluate `dataset` and return its metrics. `dataset` is rows, a dict of datasets by name, the name of one of
+    the trainer's evaluation datasets, or None for all of the trainer's. ValueError for None if the trainer has none."""
     if isinstance(dataset, str) and isinstance(trainer.eval_sets, dict) and dataset in trainer.eval_sets:
         return evaluate_rows(trainer, trainer.eval_sets[dataset], prefix)
     rows = trainer.eval_sets if dataset is None else evaluation_sets(dataset, trainer.args, trainer.evaluation_rows)

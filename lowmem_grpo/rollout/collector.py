@@ -29,8 +29,9 @@ class Collector:
     3. Replay: kept groups of earlier steps replace the groups that still have no signal.
     4. Groups without signal that are not replaced stay, so that every step has the same number of groups.
 
-    A group has signal if a rollout that counts has a nonzero advantage. Advantages are computed over all groups of the
-    update, since some estimators look at the whole batch.
+    A group has signal if one of its rollouts has a nonzero advantage. Failed episodes, and truncated completions that
+    the settings mask, do not count as signal. Advantages are computed over all groups of the update, since some
+    estimators look at the whole batch.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ def where_it_failed(error: BaseException) -> str:
 
 
 class EpisodeBatch:
-    """The episodes of one call, as a `Conversation` for the engine."""
+    """The episodes of one call of `Episodes.play`, as a `Conversation` for the engine."""
 
     def __init__(
         self, episodes: Episodes, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None,
@@ -199,7 +199,7 @@ class EpisodeBatch:
         self.workers.submit(key, work, self.owner.bounds.call_seconds)
 
     def collect_all(self, wait: bool) -> None:
-        """Process the results of finished jobs. If the engine decodes in rounds, `wait` waits for all jobs first."""
+        """Process the results of finished jobs. If `wait` and turns are decoded in rounds, wait for all jobs."""
         self.collect(wait=False)
         while wait and self.in_rounds and self.workers.running:
             self.collect(wait=True)

@@ -22,10 +22,10 @@ OF_ROLLOUT = ("finish_reason", "text", "policy_version", "trained", "splits", "t
 
 
 class ReplayBuffer:
-    """At most `size` groups as they were sampled and scored, oldest first. Groups with a larger spread of rewards
-    (newer ones among equals) are preferred, to keep and to return. Each is returned once. A group keeps its
-    `policy_version`, by which the objective sees that the group is stale. Fields that an update fills in, and `extras`,
-    are dropped."""
+    """At most `size` groups as they were sampled and scored, oldest first. When the buffer keeps or returns only some
+    groups, it prefers a larger spread of rewards, and newer groups among equals. Each is returned once. A group keeps
+    its `policy_version`, by which the objective sees that the group is stale. Fields that an update fills in, and
+    `extras`, are dropped."""
 
     def __init__(self, size: int, max_age: int | None = None) -> None:
         self.size, self.max_age = size, max_age
@@ -176,7 +176,8 @@ def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any
 def numbers_of_turn(
     rollout: Rollout, prompt_ids: list[int], before: int, count: int
 ) -> tuple[list[int], list[int], list[float]]:
-    """Return (prompt, completion, log-probabilities) of the `count` sampled tokens after the first `before`."""
+    """Return a turn as (ids of its context, sampled ids, their log-probabilities): the `count` sampled tokens of the
+    rollout after its first `before` sampled tokens."""
     ids, trained = rollout.completion_ids, rollout.trained
     places = [place for place in range(len(ids)) if trained is None or trained[place]][before : before + count]
     if not places:

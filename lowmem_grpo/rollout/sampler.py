@@ -44,13 +44,14 @@ class Overlap(Protocol):
 
 
 class Sampler:
-    """The sampler of a run. It uses a user-supplied engine, or gets the model's engine anew before each call."""
+    """The sampler of a run. It keeps its engine, except that it gets the model's vLLM engine anew before each call."""
 
     def __init__(
         self, model: FastPeftModel, policy: Policy, tokenizer: PreTrainedTokenizerBase, memory: RunMemory,
         state: TrainerState, clock: Clock, engine: Engine, is_callers: bool, player: Player | None = None,
     ) -> None:
-        """`engine` samples first, and alone if `is_callers` (user-supplied). `player` plays multi-turn episodes."""
+        """`is_callers` is True if the user supplied `engine`, which is then never replaced. `player` plays multi-turn
+        episodes."""
         self.model, self.policy, self.tokenizer, self.memory = model, policy, tokenizer, memory
         self.state, self.clock, self.engine, self.is_callers, self.player = state, clock, engine, is_callers, player
         self.said = False  # True once the log says that the engine reports no finished groups

@@ -26,7 +26,7 @@ class BaseModelPlayer:
     """The questions that a batch's episodes ask the base model, as a `Conversation` for the engine."""
 
     def __init__(self, heard: Heard, collect: Callable[[bool], None]) -> None:
-        """`heard` gets each reply. `collect` processes workers' results; with True, it may wait for the workers."""
+        """`heard` gets each reply. `collect(wait)` processes workers' results, and may wait for them."""
         self.heard, self.collect = heard, collect
         self.waiting: dict[int, tuple[Request, AskBase]] = {}  # questions by episode key
         self.open: dict[int, AskBase] = {}  # questions that the engine is decoding, by episode key

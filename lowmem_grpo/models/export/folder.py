@@ -35,8 +35,8 @@ class Exported:
 @contextmanager
 def new_folder(done: Exported, overwrite: bool, source: Path | None = None) -> Iterator[Path]:
     """Yield a new folder. At the end it gets the export's record and is renamed to `done.folder`; after an error it is
-    deleted. It is created beside `done.folder`, or beside the link's target if that is a link. ExportError if
-    `done.folder` is in use or cannot be written."""
+    deleted. If `done.folder` is a link, the new folder replaces the link's target. ExportError if `done.folder` is
+    in use or cannot be written."""
     out = done.folder
     check_out(out, overwrite, source)
     final = out.resolve()  # a link cannot be renamed over, and stays

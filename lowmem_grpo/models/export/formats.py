@@ -169,8 +169,8 @@ def convert_merged(converter: gguf.Converter, merged: Path, kinds: list[str], do
 
 
 def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseRecord:
-    """Return the record with the settings applied. ExportError if the model or its form is still unknown, or the
-    recorded dtype is not one of COMPUTED."""
+    """Return the adapter's record, with the settings in place of recorded values. ExportError if neither names the base
+    model or says how its weights were held (4 bit, FP8 or 16 bit), or if the recorded dtype is not in COMPUTED."""
     model = settings.base or record.model
     chosen: Any = record if settings.load_in_4bit is None and not settings.load_in_fp8 else settings
     four_bit, in_fp8 = False if chosen.load_in_fp8 else chosen.load_in_4bit, chosen.load_in_fp8

@@ -1,8 +1,8 @@
 """Write a merged model: LoRA's product is added in float32 and rounded once, to 16 bits.
 
 Files are written shard by shard, so memory holds a shard of about a GiB and one tile of float32 rows. Everything is
-read back and compared with W + s B A in float64. Each value must be the nearest 16-bit number; only near a tie may it
-be the neighbour on the other side, where float32 rounds differently.
+read back and compared with W + s B A in float64. Each value must be the nearest 16-bit number; only near a tie,
+where float32 may round differently, may it be the neighbour on the other side.
 
 If W is itself a 16-bit number (unlike NF4 values, which lie between two 16-bit numbers), an update of less than half a
 unit in the last place is lost. The kept share of the update is measured and reported.
@@ -260,7 +260,8 @@ def check_rows(name: str, base: Tensor, read: Tensor, update: Tensor, check: Mer
 
 
 def worst_rounding(exact: Tensor, values: Tensor, dtype: torch.dtype, summed: float) -> float:
-    """Return the largest error of `values`, in half units of their last place; `summed` is the largest |W|."""
+    """Return the largest error of `values` against `exact`, divided by the allowed error: half a unit in the last place
+    of `dtype`, and float32's error in a sum with |W| up to `summed`."""
     info = torch.finfo(dtype)
     half = info.eps / 2 * (1 + 1e-3) * values.abs() + info.smallest_normal * info.eps / 2 + 1e-6 * summed
     return ((values - exact).abs() / half).max().item()
