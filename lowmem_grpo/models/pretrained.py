@@ -126,9 +126,9 @@ class Pretrained:
 
 
 def read_model(path: str, config: Any, names: dict[str, str], **options: Any) -> Any:
-    """Return the causal language model stored at `path`, or the text model of a multimodal checkpoint. In that case
-    only the number of the other parts' tensors is logged, where transformers would list each as unexpected. ValueError
-    if a tensor of the text model is missing."""
+    """Return the causal language model stored at `path`, or the text model of a multimodal checkpoint. Of that
+    checkpoint's other tensors only the number is logged; transformers would list each as unexpected. ValueError if a
+    tensor of the text model is missing."""
     if not names:
         return AutoModelForCausalLM.from_pretrained(path, config=config, trust_remote_code=False, **options)
     before = their_logging.get_verbosity()

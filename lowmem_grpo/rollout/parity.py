@@ -56,8 +56,8 @@ class ParityGate:
         """`params` are the rollouts' sampling parameters, `every` is the number of optimizer steps between checks (0:
         none), and `stride` the number of steps from one sampling to the next. If `bound` is None, the dtype's bound in
         BOUNDS applies, or in BOUNDS_8_BITS for an 8-bit `cache_dtype`. With such a cache, the first check also logs
-        whether `correction` corrects the difference. Truncated sampling is measured, but raises no error. `memory`
-        limits micro-batches, and `mismatch` receives the measured k3."""
+        whether `correction` corrects the difference. If `params` truncate sampling, a difference raises no error.
+        `memory` limits micro-batches, and `mismatch` receives the measured k3."""
         self.policy, self.temperature, self.every = policy, params.temperature, every
         self.truncates = params.truncates
         self.cache_dtype, self.correction, self.advised = cache_dtype, correction, not in_8_bits(cache_dtype)
@@ -113,7 +113,7 @@ class ParityGate:
 
     def judge(self, difference: Tensor, later: Tensor) -> None:
         """Raise ParityError if the mean of `difference` (N,) exceeds the bound, over all tokens or over those in the
-        mask `later` (N,) of later turns."""
+        mask `later` (N,) of later turns. Do nothing if sampling is truncated."""
         if self.truncates:
             return
         for whose, values in (("", difference), (" of later turns", difference[later])):
