@@ -193,7 +193,8 @@ def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, T
 
 
 def even_step(count: int, size: int, unit: int) -> int:
-    """Return the rows or columns in a band, a multiple of `unit`. All `count`, of `size` bytes each, are cut evenly."""
+    """Return the number of rows or columns in a band, a multiple of `unit`, so that `count` rows or columns of `size`
+    bytes each are cut into bands of about equal width."""
     bands = max(1, math.ceil(count * size / BAND_BYTES))
     return max(1, math.ceil(count / bands / unit)) * unit
 
