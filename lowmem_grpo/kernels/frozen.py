@@ -164,8 +164,8 @@ def project_back_each(
 
 
 def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, dequantized rows) in the dtype of `like`, band by band in one buffer. If `WIDE` is set and `like`
-    has more than `few` rows, yield all rows at once."""
+    """Yield (first row, dequantized rows) in the dtype of `like`, band by band in one buffer. If `WIDE` is set and
+    `like` has more than `few` rows, yield all rows at once."""
     wide = wide_weights()
     if wide is not None and len(like) > wide.few:
         yield 0, wide.dequantized(weight, like)
