@@ -164,8 +164,8 @@ def project_back_each(
 
 
 def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, dequantized rows) in the dtype of `like`: equal bands in one buffer, or all if `WIDE` is set.
-    """
+    """Yield (first row, dequantized rows) in the dtype of `like`, band by band in one buffer. If `WIDE` is set and
+    `like` has more than `few` rows, yield all rows at once."""
     wide = wide_weights()
     if wide is not None and len(like) > wide.few:
         yield 0, wide.dequantized(weight, like)
@@ -181,7 +181,7 @@ def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tens
 
 
 def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first column, dequantized columns), so that no sum runs over bands; one band if blocks span rows."""
+    """Yield (first column, dequantized columns), band by band. If NF4 blocks span rows, one band has all columns."""
     rows, columns = weight.shape
     step = even_step(columns, rows * like.element_size(), weight.column_unit)
     buffer = like.new_empty(rows * min(step, columns))
@@ -193,7 +193,8 @@ def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, T
 
 
 def even_step(count: int, size: int, unit: int) -> int:
-    """Return the rows or columns in a band, a multiple of `unit`. All `count`, of `size` bytes each, are cut evenly."""
+    """Return the number of rows or columns in a band, a multiple of `unit`, so that `count` rows or columns of `size`
+    bytes each are cut into bands of about equal width."""
     bands = max(1, math.ceil(count * size / BAND_BYTES))
     return max(1, math.ceil(count / bands / unit)) * unit
 

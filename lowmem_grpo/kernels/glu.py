@@ -52,8 +52,8 @@ def gradients_ref(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
 
 
 def launch_rule(columns: int) -> Launch:
-    """Return a launch of 1,024 entries per program, eight per thread. No two share an entry, so writing in place is
-    safe."""
+    """Return a launch of 1,024 entries per program, eight per thread. No two threads share an entry, so writing in
+    place is safe."""
     block = 1024 if columns > 256 else 256 if columns > 64 else 64
     return Launch({"BLOCK_N": 1024 // block, "BLOCK_F": block}, num_warps=4, num_stages=1)
 

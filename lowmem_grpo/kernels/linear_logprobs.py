@@ -65,7 +65,7 @@ def linear_logprobs(
     logprobs (N,) in float32 (float64 for float64 input), or a tuple of them and the other values asked for, each (N,).
     Rows whose target is `ignore_index` give 0 and no gradient. Other targets outside the vocabulary raise ValueError on
     the CPU. On a card, which does not wait for a check, they give NaN. The log-probability of the likeliest token has
-    no gradient, and ignored rows have one too; where it equals the target's, the target is the likeliest token.
+    no gradient, and is computed for ignored rows too. Where it equals the target's, the target is the likeliest token.
 
     hidden, weight and bias get gradients if they require them. The entropy is a value without gradient unless
     `entropy_grad` is set, for a loss with an entropy bonus; that costs a third matrix product. `chunk_rows` rows of

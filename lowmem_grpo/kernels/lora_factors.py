@@ -132,8 +132,8 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
-    """Return `find()`. Inside `kept_factors`, call it once per key. Store `what` too, so that ids in the key stay
-    valid."""
+    """Return `find()`. Inside `kept_factors`, call `find` only once per key, and store `what` with the result, so that
+    the ids of objects in the key stay valid."""
     kept = KEPT.get()
     if kept is None:
         return find()

@@ -27,7 +27,8 @@ VARYING = ["places_a_row", "size_out", "row_bytes", "experts", "offset_stride", 
 
 @dataclass(frozen=True)
 class Places:
-    """The places of each tile, sorted by expert. All tensors are on the device."""
+    """The places sorted by expert and cut into tiles. A place is an index into the flattened expert ids: one pair of a
+    row and an expert. All tensors are on the device."""
 
     order: Tensor  # (S,) int64: the places, by expert
     ends: Tensor  # (E + 1,) int64: where each expert's places begin in `order`, and the end of the last
@@ -37,7 +38,7 @@ class Places:
 
     @classmethod
     def from_ids(cls, ids: Tensor, experts: int) -> "Places":
-        """Return the places for the flattened expert ids (S,), without waiting for the device."""
+        """Return `Places` for the flattened expert ids (S,). The host does not wait for the device."""
         chosen, order = ids.sort(stable=True)
         ends = torch.searchsorted(chosen, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype))
         block = block_rows(len(ids), experts)
@@ -46,7 +47,7 @@ class Places:
 
 
 def block_rows(places: int, experts: int) -> int:
-    """Return the number of rows in a tile: 64 if experts have at least 32 places on average, else 16."""
+    """Return the number of rows in a tile: 64 if an expert gets at least 32 rows on average, else 16."""
     return 64 if places >= 32 * experts else 16
 
 
@@ -180,7 +181,7 @@ def nf4_grouped(
     back: bool = False,
 ) -> Tensor:
     """Return (S, O) for x (S / places_a_row, K), or with `back` (S, K) for x (S / places_a_row, O), in the dtype of x,
-    without autograd; scale (S,) float32. Row p of the result belongs to place p."""
+    without autograd. scale (S,) is float32. Row p of the result is for entry p of the flattened expert ids (S,)."""
     weight, (experts, rows, columns) = stack.weight, stack.shape
     assert isinstance(weight, NF4Weight)
     out = x.new_empty(len(places.order), columns if back else rows)

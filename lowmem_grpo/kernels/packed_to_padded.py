@@ -140,7 +140,8 @@ def sum_copies_kernel(
 
 
 def three(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Return three tensors with a contiguous last dimension, and their numbers of heads. A missing tensor has 0."""
+    """Return three tensors with a contiguous last dimension, and their numbers of heads. The first tensor, with 0
+    heads, takes the place of a missing one."""
     near = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
     return near + near[:1] * (3 - len(near)), [tensor.shape[1] for tensor in near] + [0] * (3 - len(near))
 

@@ -153,8 +153,8 @@ def routed_backward(
 
 
 def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
-    """Return whether the grouped kernels take these inputs. On average, an expert may have GROUPED_ROWS places at
-    most."""
+    """Return whether the grouped kernels accept these inputs. An expert may get at most GROUPED_ROWS rows on
+    average."""
     few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
     return few and can_group(x, gate_up) and can_group(x, down)
 
@@ -183,7 +183,8 @@ def grouped_backward(
 def by_expert(
     x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield (rows of x, places in flattened ids, the expert's two weights) for pieces of rows. Waits for the device."""
+    """Yield, for each piece of an expert's rows: indices of rows of x, indices into the flattened ids, and the
+    expert's two weights. The host waits for the device."""
     order = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten(), minlength=gate_up.experts)
     inner, outer = (x.new_empty(stack.shape[1:]) for stack in (gate_up, down))

@@ -277,8 +277,8 @@ def normalized(advantages: Tensor) -> Tensor:
 
 def assign_advantages(groups: list[RolloutGroup], names: list[str], settings: AdvantageSettings) -> None:
     """Set `reward` (the weighted sum of the named rewards) and `advantage` of every rollout, and clear
-    `token_advantages`. Groups may differ in size. In groups that are `unjudged` or `lost`, all rollouts get reward None
-    and advantage 0, as do rollouts that `failed`; the others are not affected by them."""
+    `token_advantages`. Groups may differ in size. Rollouts that `failed`, and all rollouts of groups that are
+    `unjudged` or `lost`, get reward None and advantage 0, and do not count in the advantages of other rollouts."""
     rows = [[[None if group.unjudged or group.lost or rollout.failed else rollout.rewards[name] for name in names]
              for rollout in group.rollouts] for group in groups]
     scored = [[[torch.nan if value is None else value for value in r] for r in group] for group in rows]

@@ -49,7 +49,7 @@ def log_limit(like: Tensor) -> float:
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio), for values without gradient. It is never 0 for a finite log: 0 marks what is left out."""
+    """Return exp(log_ratio), for values without gradient. The result is never 0, since 0 marks tokens left out."""
     return log_ratio.clamp(min=-log_limit(log_ratio)).exp()
 
 

@@ -58,7 +58,7 @@ class Reducer:
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The counts over all groups of one optimizer step, by which its means divide."""
+    """The counts over all groups of one optimizer step: the denominators of the step's means."""
 
     sequences: int
     tokens: float  # tokens that count in the loss

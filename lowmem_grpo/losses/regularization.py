@@ -41,8 +41,9 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 
 def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor, of_token: bool = True) -> Tensor:
-    """Return the estimate times w = exp(log_weight), (N,). It is finite if the product is. `of_token` says that w has
-    the gradient of its own token only (d log w = d logp)."""
+    """Return the KL estimate `name` times w = exp(log_weight), (N,). The result is finite even where the estimate
+    overflows but its product with w does not. `of_token`: the gradient of w reaches only its own token
+    (d log w = d logp)."""
     difference = ref_logprobs - logprobs
     far = (difference > 1) & (name == "k3")
     estimate = KL_ESTIMATORS[name](logprobs, torch.where(far, logprobs.detach(), ref_logprobs))
@@ -153,6 +154,6 @@ class EntropyControl:
         return {"coef": self.coef, "last_entropy": self.last_entropy}
 
     def restore(self, state: dict[str, float | None] | None) -> None:
-        """Restore the result of `state`. Checkpoints from before there was a bonus have none."""
+        """Restore the result of `state`. For None, as in checkpoints older than the bonus, change nothing."""
         if state is not None and state["coef"] is not None:
             self.coef, self.last_entropy = state["coef"], state["last_entropy"]
