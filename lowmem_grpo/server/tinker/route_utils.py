@@ -60,8 +60,8 @@ Answers = Callable[[ApiRequest], Json | None]
 
 
 def route(answers: Answers, refuse: Callable[[str], None] | None = None) -> Callable[[Request], Any]:
-    """Return a route that answers in a thread. `refuse` is called with the user of a request that was refused for good.
-    Later requests should not wait long for this request's number."""
+    """Return a route that answers in a thread. If a request is refused for good (not 429), `refuse` is called with its
+    user."""
     async def endpoint(request: Request) -> Response:
         asked = await ApiRequest.read(request)
         try:

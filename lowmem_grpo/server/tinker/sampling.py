@@ -37,7 +37,8 @@ NONE = -99999.0  # the protocol's value for a log-probability that was not compu
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probs and top-k tokens of P prompt tokens; without a score, they are NaN and k tokens 0 with NONE."""
+    """The log-probs and top-k tokens of P prompt tokens. A token that was not scored has log-prob NaN, and k tokens
+    of id 0 with log-prob NONE."""
 
     logprobs: Tensor  # (P,) float32
     ids: Tensor  # (P, k) int32, the likeliest ones in order

@@ -120,7 +120,8 @@ class Runs:
         self.refused[owner] = time.time()
 
     def gives_up(self, model: StoredModel) -> bool:
-        """Return whether to give up a missing request: none came for GAP seconds, or for SOON after a refusal."""
+        """Return whether to give up a missing request: the model got no request for GAP seconds, or for SOON seconds
+        if a request of its user was refused within the last GAP seconds."""
         now = time.time()
         patience = SOON if now - self.refused.get(model.owner, -GAP) < GAP else GAP
         return now - max(model.asked, self.began) >= patience
