@@ -161,7 +161,8 @@ def taken_by(method: str) -> set[str]:
 
 
 def context_of(base_model: str, loading: Mapping[str, Any]) -> int | None:
-    """Return a model's context in tokens, at most CONTEXT. Without a config it is CONTEXT, without an entry None."""
+    """Return a model's context in tokens, at most CONTEXT. Without a config.json it is CONTEXT. If it has no
+    max_position_embeddings, return None."""
     where = {name: loading.get(name) for name in ("revision", "token", "cache_dir")}
     folder = Path(find(base_model, **where, local_files_only=bool(loading.get("local_files_only"))))
     if not (folder / "config.json").is_file():

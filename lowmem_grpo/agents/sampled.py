@@ -127,7 +127,8 @@ class Member:
         return names
 
     def show(self, said: list[Message], turn: Turn | None) -> None:
-        """Append messages to the replies of the last turn (of the one before `turn`, if given), else to the opening."""
+        """Append messages to the replies of the last turn; if `turn` is given, of the turn before it. If there is no
+        such turn, append them to the opening."""
         shown = [*self.turns.values()]
         earlier = shown if turn is None else shown[:-1]
         (earlier[-1].replies if earlier else self.opening).extend(said)

@@ -133,8 +133,9 @@ class Dispatcher:
 
 
 def wait_for_room(recipe: str, arguments: list[str]) -> None:
-    """Wait until this GPU has room for what a recipe's plan needs; do not wait without a GPU, or PRESETS in the recipe.
-    The file PLANNED says why it waits. SystemExit, with advice, if the run exceeds its share of an empty GPU."""
+    """Wait until this GPU has room for the memory that the plan of a recipe's run needs. Without a GPU, and for a
+    recipe without PRESETS, return at once. The file PLANNED has the reason for the wait. SystemExit, with advice, if
+    the run needs more than its share of an empty GPU."""
     if driver_version() is None:
         return
     import torch

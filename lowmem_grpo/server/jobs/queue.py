@@ -48,7 +48,7 @@ class JobRequest:
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> "JobRequest":
-        """Return a request with the fields of a JSON object. ValueError names the invalid one."""
+        """Return a request with the fields of a JSON object. ValueError names an invalid field."""
         names = [field.name for field in fields(cls)]
         if "recipe" not in body or not body.keys() <= {*names}:
             raise ValueError(f"a job has recipe, and if you like {', '.join(names[1:])}; sent was {', '.join(body)}")

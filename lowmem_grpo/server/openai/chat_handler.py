@@ -257,7 +257,8 @@ def reply_message(reading: Reading) -> dict[str, Any]:
 
 
 def params_of(asked: CompletionRequest, prompt: int, place: int, context: int) -> SamplingParams:
-    """Return the sampling params of completion `place` of a prompt of `prompt` tokens. ChatError if no room is left."""
+    """Return the SamplingParams of completion number `place` of a prompt with `prompt` tokens. ChatError if the prompt
+    leaves no room in the context."""
     room, field = context - prompt, asked.field
     if room < 1:
         raise ChatError(

@@ -81,7 +81,7 @@ class CachedTurn:
 
 @dataclass(eq=False)
 class PromptState:
-    """An opened prompt: a request as tokens, before its turns are sampled."""
+    """The prompt of a request as tokens, and what its completions need to be cached."""
 
     ids: list[int]  # (P,)
     key: int
@@ -194,7 +194,8 @@ class ConversationCache:
     def dialect_for(
         self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None
     ) -> Dialect:
-        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if it has no calls."""
+        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if the template has no
+        form for tool calls."""
         kwargs = self.template_kwargs | dict(template_kwargs or {})
         key = canonical([tools or None, kwargs])
         if key not in self.dialects:

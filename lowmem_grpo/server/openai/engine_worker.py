@@ -177,7 +177,8 @@ class EngineWorker:
                 yield
 
     def look_again(self, call: Call, turn: Turn, count: int) -> list[dict[int, Logprob]]:
-        """Run the forward pass of `likeliest`. RuntimeError if the policy was trained since the turn was sampled."""
+        """Return the `count` likeliest tokens at each token of a turn, by a forward pass. RuntimeError if the policy
+        was trained since the turn was sampled."""
         if call.adapter == LIVE and turn.policy_version != self.policy_version:
             raise RuntimeError("the model was trained between this completion and its top_logprobs; ask again")
         drawn = Rollout(turn.completion_ids, turn.logprobs, turn.finish_reason, routes=turn.routes)

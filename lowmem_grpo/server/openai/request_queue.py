@@ -98,8 +98,9 @@ class RequestQueue:
         """Return up to `most` calls of the key `batch_key`, or all of them if `most` is None. If items of another key
         wait, return no calls, unless `first` is True: these are the first calls of a session.
 
-        With `wait`, block until any item waits. Then wait for as many calls as in the `expected` round, to decode them
-        together; stop if another item comes, or if no call comes for a fraction of that round's seconds."""
+        With `wait`, block until the queue has an item. Then wait until it has as many calls as the `expected` round
+        had, to decode them together. Stop waiting if an item of another key comes, or if no call comes for a fraction
+        of the seconds that the `expected` round took."""
         with self.changed:
             if wait:
                 self.changed.wait_for(lambda: self.lines or self.closed)
@@ -159,7 +160,7 @@ class EngineSession:
     def __init__(
         self, waiting: RequestQueue, batch_key: tuple[object, ...], keys: Keys, before: Round = NO_ROUND
     ) -> None:
-        """`before`, the round with the most calls in earlier sessions, predicts the size of the first one here."""
+        """`before`, the round with the most calls in earlier sessions, predicts the size of this session's first."""
         self.waiting, self.batch_key, self.keys, self.number = waiting, batch_key, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this session with the most calls
         self.open: dict[int, Call] = {}

@@ -29,7 +29,7 @@ class Completions:
         self, chats: Chats, sessions: OpenSessions, limits: Limits, closing: asyncio.Event,
         counted: Counted | None = None,
     ) -> None:
-        """`counted` raises ChatError if a key has reached its limit of open requests; None for no limit."""
+        """`counted` raises ChatError if a key has reached its limit of open requests. None: keys have no limit."""
         self.chats, self.sessions, self.limits, self.closing = chats, sessions, limits, closing
         self.slots, self.counted = anyio.CapacityLimiter(limits.concurrent), counted or (lambda holder: nullcontext())
 

@@ -94,7 +94,7 @@ class Page:
                        "charts": [chart.to_dict(MOST_POINTS) for chart in charts]}
 
     def one_run(self, run: Listed | None, words: str) -> dict[str, Any]:
-        """Return a run's report (or why it has none yet), its buttons and its log. If `run` is None, return `words`."""
+        """Return a run's report (or why it has none yet), its buttons and its log; for no run, a page with `words`."""
         if run is None:
             return {"top": {"title": self.source.title, "ending": {"said": words}}}
         follower = self.follow(run)

@@ -127,9 +127,10 @@ def listed_run(path: Path, folder: Path) -> Listed:
 
 
 def state_of(path: Path) -> str:
-    """Return the state of the run in `path`: running if its process is alive. A process of another machine cannot be
-    checked; its run is silent if it wrote nothing for `SILENT` seconds. Otherwise the summary says how the run ended.
-    If it does not, or a later start left its lock file behind, the run was killed; without records it waits."""
+    """Return the state of the run in `path`. It is "running" if its process is alive. A process of another machine
+    cannot be checked; its run is "silent" if it wrote nothing for `SILENT` seconds. If the process has ended, the state
+    is the ending in the run's summary. Without such an ending, or with a lock file that a later start left behind, the
+    run was killed; a run without records is waiting."""
     owner, status = owner_of(path / FILE), str(json_file(path / SUMMARY).get("status") or "")
     if owner and is_alive(owner):
         is_silent = owner.get("host") != socket.gethostname() and time.time() - newest(path) > SILENT

@@ -21,7 +21,7 @@ KNOWN = {TARGETS, *(name for loss in LOSSES.values() for name in loss.needs)}
 
 @dataclass(frozen=True)
 class Cells:
-    """The E cells that are present in a sparse (T, K) matrix, row by row."""
+    """The E entries of a sparse (T, K) matrix of targets and their weights, row by row."""
 
     rows: Tensor  # (E,) int64, 0 to T - 1
     columns: Tensor  # (E,) int64, 0 to K - 1
@@ -31,7 +31,7 @@ class Cells:
     width: int  # K
 
     def matrix(self, values: Tensor) -> Tensor:
-        """Return values (E,) as a (T, K) matrix, with 0 in the absent cells."""
+        """Return values (E,) as a (T, K) matrix, with 0 where there is no entry."""
         return values.new_zeros(self.length, self.width).index_put((self.rows, self.columns), values)
 
 
@@ -45,8 +45,8 @@ class Entries:
 
 
 def cells_of(targets: Entries, weights: Entries) -> Cells:
-    """Return a datum's targets and weights. A cell is absent if it is in neither message; if it is in only one of them,
-    its value in the other is 0."""
+    """Return the entries of a datum's sparse (T, K) targets and weights. An entry that only one of the two has gets the
+    value 0 in the other."""
     length, width = targets.shape
     cells = torch.cat([targets.cells, weights.cells]).unique()
     ids, numbers = (torch.zeros(len(cells), dtype=each.values.dtype).index_put(

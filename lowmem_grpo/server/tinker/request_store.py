@@ -120,8 +120,8 @@ class RequestStore:
         database.add(TABLES)
 
     def open_of(self, owner: str) -> tuple[int, int, bool]:
-        """Return a user's number of unanswered requests, the bytes of all stored bodies, and whether one of these
-        requests is its model's next one, which will be answered soon."""
+        """Return a user's number of unanswered requests, the bytes of the user's stored bodies, and whether one of the
+        unanswered requests is next in its model's order, so that it will be answered soon."""
         totals = self.database.rows(
             "SELECT TOTAL(answer IS NULL) AS requests, TOTAL(LENGTH(body)) AS bodies, "
             "TOTAL(answer IS NULL AND seq = done + 1) AS next FROM tinker_models JOIN tinker_promises ON model = id "

@@ -210,7 +210,7 @@ class SampleService:
             return {"request_id": name, "sample_sequence_ids": self.promises[name].ids}
 
     def begun(self, asked: SampleRequest, adapter: Path | None, owner: str) -> Promise:
-        """Submit a sample to the worker, and return its promise. BusyError if its user has too many waiting."""
+        """Submit a sample to the worker, and return its promise. BusyError if the user has too many open requests."""
         params, seed, top = params_of(asked, self.bounds), asked.sampling_params.seed, asked.topk_prompt_logprobs or 0
         self.usage.begin_sample(owner)
         seeds = [None if seed is None else seed + number for number in range(asked.num_samples)]

@@ -43,8 +43,8 @@ class Usage:
         self.lock, self.samples = threading.Lock(), Counter[str]()
 
     def taken(self, asked: ModelRequest, model: StoredModel) -> ModelRequest:
-        """Return the request. Above a limit, return one of kind REFUSED instead, which fails in its turn. BusyError if
-        a request that is about to be answered will make room."""
+        """Return the request. If it exceeds a limit of its user, return a request of kind REFUSED in its place, which
+        fails when its turn comes. BusyError if the answer to an earlier request will soon make room."""
         (requests, bodies, is_next), may = self.store.open_of(model.owner), self.allowances[model.owner]
         requests += self.samples[model.owner]
         if requests >= may.requests and asked.seq > model.done + 1:
