@@ -97,8 +97,9 @@ def as_response(error: ChatError) -> JSONResponse:
 def in_short(prefix: str, router: APIRouter) -> str:
     """Return the methods and paths of a router's routes; of more than four, only their prefix."""
     routes = [route for route in router.routes if isinstance(route, APIRoute)]
-    return ", ".join(f"{min(route.methods)} {prefix}{route.path}" for route in routes) if len(routes) < 5 else (
-        f"the routes below {prefix or '/'}")
+    if not 0 < len(routes) < 5:
+        return f"the routes below {prefix or '/'}"
+    return ", ".join(f"{min(route.methods)} {prefix}{route.path.replace(':path', '')}" for route in routes)
 
 
 def make_server_app(
@@ -109,7 +110,7 @@ def make_server_app(
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     for prefix, router in routers.items():
         app.include_router(router, prefix=prefix)
-    routes = ", ".join(["GET /health", *map(in_short, routers, routers.values())])
+    routes = ", ".join(["GET /health", *(in_short(*each) for each in routers.items() if "{" not in each[0])])
 
     @app.get(WITHOUT_KEY)
     async def health() -> dict[str, str]:

@@ -158,7 +158,7 @@ def test_a_question_cannot_forge_a_turn() -> None:
 @every_row(("options", "message"), [
     ({"then": None}, "then is None, not a function of the reply"),
     ({"max_tokens": 0}, "max_tokens is 0, not a whole number above 0"),
-    ({"temperature": -1.0}, "temperature is -1.0, not 0 or above"),
+    ({"temperature": -1.0}, "temperature is -1.0, not 0 .greedy., or 1e-6 or above"),
     ({"readable": "yes"}, "readable is 'yes', not a function of the reply, or None"),
     ({"messages": 7}, "AskBase gave 7 as its observation"),
     ({"then": lambda said: said}, "returned .*expected is .observation, reward, done"),
