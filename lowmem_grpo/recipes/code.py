@@ -49,8 +49,8 @@ DRAWS: dict[str, Callable[[random.Random], Any]] = {  # by the name of the argum
 
 @dataclass(frozen=True)
 class Snippet:
-    """A kind of task: the result of `solve(argument)` in words, as a Python expression, and as `rule(argument, a, b)`.
-    `a` and `b` are the ranges of the two parameters."""
+    """A kind of task: write `solve(argument)`. Its result is described in words (`wanted`), as a Python `expression`,
+    and as the function `rule(argument, a, b)`. `a` and `b` are the ranges from which its two parameters are drawn."""
 
     argument: str
     wanted: str
@@ -178,7 +178,7 @@ def exam_problems(size: int, seed: int, source: str | None) -> Dataset:
 
 
 def exam_verifier() -> CodeVerifier:
-    """Return a verifier that uses this machine's sandbox. Without one, SandboxError says what to do in an exam."""
+    """Return a verifier that uses this machine's sandbox. SandboxError, with advice, if none works."""
     try:
         return code_passes_tests()
     except SandboxError as error:

@@ -139,7 +139,7 @@ def draw_countdown(rng: random.Random, difficulty: CountdownOptions) -> Countdow
 
 
 def countdowns(split: str, seed: int, difficulty: CountdownOptions | None = None) -> Iterator[Countdown]:
-    """Yield different puzzles of one split. Raises ValueError if `difficulty` allows none, or no new one is left."""
+    """Yield different puzzles of one split. ValueError if the bounds in `difficulty` allow no further puzzle."""
     chosen = difficulty or CountdownOptions()
     try:
         yield from distinct(split, seed, partial(draw_countdown, difficulty=chosen), lambda puzzle: repr(puzzle.key),

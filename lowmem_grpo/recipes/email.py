@@ -77,7 +77,7 @@ class EmailRequest:
 
 
 def draw_request(rng: random.Random) -> EmailRequest:
-    """Draw a random thing, facts about it of KNOWN different kinds, in random order, and a question about one fact."""
+    """Return a request: a random thing, several facts about it in random order, and a question about one of them."""
     thing, numbers = rng.choice(THINGS), rng.sample(range(3, 1000), KNOWN)
     drawn = list(zip(rng.sample(KINDS, KNOWN), numbers, strict=True))
     (question, fact, keyword), n = rng.choice(drawn)

@@ -79,7 +79,7 @@ def play(game: G, player: Player[G], row: Mapping[str, Any]) -> tuple[float, int
 
 
 def baselines(game: G, players: Mapping[str, Player[G]], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the share of games that each player wins, by the player's name, in one game for each row."""
+    """Return the share of games that each player wins, by the player's name. Each plays one game per dataset row."""
     wins = dict.fromkeys(players, 0)
     for name, player in players.items():
         for row in rows:

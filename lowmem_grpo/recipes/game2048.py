@@ -67,7 +67,7 @@ class Game2048:
         self.reset()
 
     def reset(self, seed: int = 0, side: int | None = None, **row: object) -> str:
-        """Start with two tiles; return the prompt. A `side` in the row selects side, goal and moves from SIZES."""
+        """Start with two tiles; return the prompt. A dataset row's `side` also sets goal and number of moves."""
         if side is not None:
             self.size = SIZES[side]
         self.rng = random.Random(f"2048-{seed}")
@@ -156,7 +156,7 @@ def largest(board: Board) -> int:
 
 
 def worth(board: Board, goal: int) -> float:
-    """Return (log2(largest tile) + OF_ALL * log2(sum of all tiles)) / log2(goal)."""
+    """Return the worth of a board: (log2(largest tile) + 0.2 log2(sum of all tiles)) / log2(goal)."""
     total = sum(sum(row) for row in board)
     return (math.log2(largest(board)) + OF_ALL * math.log2(total)) / math.log2(goal)
 
@@ -195,7 +195,8 @@ class Game2048Options(RecipeOptions):
         self.size(tiny=True)
 
     def size(self, tiny: bool) -> Size:
-        """Return the board for an embedded (`tiny`) or another model. Raises ValueError for a side not in SIZES."""
+        """Return side, goal and moves; the default side of an embedded (`tiny`) model is smaller. ValueError for an
+        unknown side."""
         side = (OF_TINY if tiny else OF_OTHERS) if self.side is None else self.side
         if side not in SIZES:
             raise ValueError(f"side is {side}; it must be {' or '.join(map(str, SIZES))}")

@@ -120,7 +120,7 @@ def value(board: str, mark: str) -> int:
 
 
 def best_moves(board: str, mark: str) -> list[int]:
-    """Return all moves of a perfect player. If it always played the first, a policy could memorize its games."""
+    """Return all moves of a perfect player. A choice among them keeps a policy from memorizing whole games."""
     values = {place: -value(played(board, place, mark), other(mark)) for place in free(board)}
     return [place for place, worth in values.items() if worth == max(values.values())]
 
