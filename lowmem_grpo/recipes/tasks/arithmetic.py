@@ -66,7 +66,7 @@ def draw_problem(rng: random.Random) -> Problem:
 
 
 def draw_step(rng: random.Random, total: int) -> tuple[str, int]:
-    """Draw a step that keeps the total within [0, MAX_TOTAL]. A factor is from 2 to 5, or less if the total is large."""
+    """Draw a step that keeps the total within [0, MAX_TOTAL]. A factor is 2 to 5, or less if the total is large."""
     possible = {"+": total < MAX_TOTAL, "-": total > 0, "*": 0 < total <= MAX_TOTAL // 2}
     operator = rng.choice([operator for operator in possible if possible[operator]])
     if operator == "+":
