@@ -56,8 +56,7 @@ class GRPOObjective(Objective):
         return LOSS_TYPES[self.config.loss_type].counts_generation
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        """Return the rollout fields to compute before the optimizer steps. A single step computes `old_logprobs`
-        itself."""
+        """Return the rollout fields to compute before the steps. A single step computes `old_logprobs` itself."""
         wanted = {"old_logprobs": optimizer_steps > 1, "ref_logprobs": self.config.beta != 0,
                   "entropy": self.config.top_entropy_quantile < 1}
         return tuple(name for name, needed in wanted.items() if needed)
