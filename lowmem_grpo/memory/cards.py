@@ -83,14 +83,13 @@ def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
 
 
 def prefill_tokens(total: int, sequences: int = 1) -> int:
-    """Return how many prompt tokens vLLM prefills in one pass on a card of `total` bytes; vLLM requires one per
-    sequence. It profiles its own default (8,192 or 16,384) beside the trainer's model, and small cards have no room for
-    both."""
+    """Return how many prompt tokens vLLM prefills in one pass on a card of `total` bytes: at least one per sequence. At
+    vLLM's default (8,192 or 16,384), small cards lack room for its profiling pass beside the trainer's model."""
     return max(next((tokens for limit, tokens in PREFILL if total < limit), LARGE_PREFILL), sequences)
 
 
 def prefill_piece(prompts: int, longest: int) -> int:
-    """Return how many tokens of each prompt the transformers engine prefills per pass. Few keep masks small."""
+    """Return the tokens of each prompt that the transformers engine prefills per pass: few enough for small masks."""
     return max(LEAST_PIECE, min(LARGE_PREFILL, MASK_PLACES // longest) // prompts)
 
 

@@ -107,7 +107,7 @@ class DeltaForm:
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of one sequence's states in a layer: the rule's in float32, the convolution's in 16 bits."""
+        """The bytes of one sequence's states in a layer: the delta rule's in float32, the convolution's in 16 bits."""
         return 4 * self.heads * self.key_size * self.value_size + 2 * self.mixed * (self.width - 1)
 
 
