@@ -43,7 +43,8 @@ httpx: Any = import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.
 
 def client_of(chat: ChatHandler, timeout: float | None = None) -> openai.AsyncOpenAI:
     """Return a client whose `chat.completions` come from the model (`choices[i].turn` names the turn), and which lists
-    models; other routes answer 404. A call in a rollout's task belongs to that rollout. `timeout`: seconds per call."""
+    models; other routes answer 404. A call from the asyncio task of a rollout is recorded for that rollout.
+    `timeout` is in seconds per call."""
     return openai.AsyncOpenAI(base_url="http://in-this-process/v1", api_key="none", max_retries=0, timeout=timeout,
                               http_client=OpenClient(transport=ChatTransport(chat), trust_env=False))
 

@@ -78,7 +78,7 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 def check_rewards(names: list[str], plain: set[str], settings: dict[str, Any]) -> None:
     """Raise ValueError if reward_weights do not match the reward functions `names`, or if train_while_sampling is set
-    and some of them are `plain` functions, which are called too late for it."""
+    without score_while_sampling=True and a name is in `plain`: plain functions are called only after sampling."""
     if names:
         check_weights(settings.get("reward_weights"), names)
     mode, late = settings.get("train_while_sampling"), [name for name in names if name in plain]

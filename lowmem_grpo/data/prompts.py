@@ -110,7 +110,7 @@ def odd_role(messages: list[Any], tokenizer: Any) -> str:
 
 
 def no_chat(value: Any, name: str) -> str:
-    """Return the reason why a value, which is not text, is not a chat either; `name` is its column."""
+    """Return the reason to refuse a value that is neither text nor a chat; `name` is its column."""
     if value is None or (isinstance(value, list) and not value):
         return f"empty {name}"
     if not isinstance(value, list):

@@ -119,7 +119,8 @@ def capabilities_of(engine: Any) -> frozenset[str]:
 
 
 class Calls:
-    """A base of engine calls. It records an error of the caller's callback, to tell it from an error of the engine."""
+    """The base class of objects that track an engine call. It records errors raised by the caller's callback, so that
+    they are not taken for errors of the engine."""
 
     failed_outside: Exception | None = None  # an error raised by our own code or the caller's, not by the engine
 

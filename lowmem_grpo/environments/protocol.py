@@ -22,6 +22,7 @@ from lowmem_grpo.data.prompt_inputs import HALF
 from lowmem_grpo.environments.tools.results import refuse_images
 from lowmem_grpo.environments.workers import LateError
 from lowmem_grpo.types import Message
+from lowmem_grpo.utils import TEMPERATURE
 
 NO_TOOLS = ("reset", "get_reward", "close", "state_key", "step")  # public methods that the policy may not call
 ROLES = ("user", "tool", "system", "assistant")
@@ -57,8 +58,6 @@ class AskBase:
     temperature: float = 0.0  # 0: greedy
 
     def __post_init__(self) -> None:
-        heat = self.temperature
-        right_heat = isinstance(heat, Real) and heat is not False and (heat == 0 or 1e-6 <= heat < math.inf)
         wrong = [
             f"{name} is {value!r}, not {expected}" for name, value, expected, right in (
                 ("then", self.then, "a function of the reply", callable(self.then)),
@@ -66,7 +65,7 @@ class AskBase:
                  self.readable is None or callable(self.readable)),
                 ("max_tokens", self.max_tokens, "a whole number above 0",
                  type(self.max_tokens) is int and self.max_tokens > 0),
-                ("temperature", heat, "0 (greedy), or 1e-6 or above", right_heat),
+                ("temperature", self.temperature, TEMPERATURE[0], TEMPERATURE[1](self.temperature)),
             ) if not right
         ]
         if wrong:

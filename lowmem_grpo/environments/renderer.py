@@ -192,7 +192,7 @@ class PlainRenderer:
         self.tokenizer, self.marks = tokenizer, SpecialTokens(tokenizer)
 
     def first(self, prompt: str | Sequence[Message], trusted: int | None = None) -> list[int]:
-        """Return the prompt of the first turn, (P,): a text, or the texts of messages."""
+        """Return the token ids (P,) of the first turn's prompt. The texts of several messages are joined."""
         text = prompt if isinstance(prompt, str) else "".join(str(message["content"]) for message in prompt)
         return text_ids(self.tokenizer, text)
 

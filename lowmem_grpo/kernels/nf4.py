@@ -109,7 +109,7 @@ class NF4Weight:
 
     @property
     def sizes(self) -> list[int]:
-        """[in, blocksize, nested blocksize, first block], as the operations take them."""
+        """[columns, blocksize, nested blocksize, `first_block`], as the operations take them."""
         return [self.shape[1], self.blocksize, self.nested_blocksize, self.first_block]
 
     @property

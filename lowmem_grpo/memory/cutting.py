@@ -60,7 +60,7 @@ class Span:
 
 
 def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[list[Span]]:
-    """Return the micro-batches for groups given as (tokens of the prompt, tokens of each completion)."""
+    """Return the micro-batches for groups given as numbers of tokens: (of the prompt, of each completion)."""
     return cut_spans([
         [Span(group, number, (Lengths(None, prompt, tokens),) if tokens else ())
          for number, tokens in enumerate(completions)]

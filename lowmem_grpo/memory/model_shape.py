@@ -200,8 +200,8 @@ class ModelShape:
         return hidden + 2 * heads[self.family.attention.norm]
 
     def groups(self) -> list[list[Linear]]:
-        """Return the linears of a layer in groups, which the loader makes adjacent in NF4 to dequantize them in one
-        call."""
+        """Return the linears of a layer in groups. The loader stores a group's NF4 weights side by side: one call then
+        dequantizes the group."""
         linears = {linear.name: linear for linear in self.linears()}
         form, groups = self.family, [[linear] for name, linear in linears.items() if name.startswith("per_layer")]
         delta = families.DELTA_IN, (families.DELTA_OUT,)

@@ -223,7 +223,7 @@ class RolloutLimit(BatchLimit):
     kv_bytes: int | None = None  # None while every requested cache could be allocated
 
     def cache_under(self, asked: int | None) -> int | None:
-        """Return the smaller of `asked` and `kv_bytes`, the bytes of a KV cache; None if both are None."""
+        """Return the smaller of `asked` and `kv_bytes`, the bytes of a KV cache; None counts as no limit."""
         return min((size for size in (asked, self.kv_bytes) if size is not None), default=None)
 
     def state(self) -> dict[str, int | None]:

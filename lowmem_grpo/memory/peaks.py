@@ -19,7 +19,7 @@ from lowmem_grpo.memory.plan import MemoryPlan
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
-    """Return peak bytes so far: allocated and reserved bytes on a card, the process's resident set on the CPU."""
+    """Return the peak bytes of allocated and reserved memory on a card, or of the process's resident set on the CPU."""
     if device.type == "cuda":
         return {"memory/peak_bytes": torch.cuda.max_memory_allocated(device),
                 "memory/reserved_bytes": torch.cuda.max_memory_reserved(device)}

@@ -21,12 +21,12 @@ from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, PROMPTS, MemoryPlan, RunSettings, Workload
 from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED, recorded, trained_numbers
 
-# Achieved rate per unit of the data sheet. The first two were measured on an H200, the others are assumptions.
-GEMM = 0.80e12  # per TFLOP/s: 788 of 989, 8192 x 8192 x 8192 in bf16
-MEMORY = 0.90e12  # per TB/s: a copy of 4.3 of 4.8
+# Achieved rate per unit of the data sheet; assumptions, as no committed row measures them.
+GEMM = 0.80e12  # per TFLOP/s, for large matrices in bf16
+MEMORY = 0.90e12  # per TB/s, for a copy
 ATTENTION = 0.35e12  # per TFLOP/s: FlashAttention 2 on Hopper, 350 of 989
 PCIE = 0.85e9  # per GB/s, from pinned memory
-L2 = 24e9  # bytes/s per multiprocessor and GHz: 5.6 TB/s on an H200; no data sheet has it
+L2 = 24e9  # bytes/s per multiprocessor and GHz; an assumption (5.6 TB/s for an H200), as no data sheet has it
 LANES = 128e9  # instructions/s per multiprocessor and GHz: four warps of 32 lanes
 # Launches per layer, counted without a card by bench/launches.py on a small 4-bit model with LoRA; a test compares them
 # with it. Microseconds are the host's, except for graphs.
@@ -62,7 +62,7 @@ Stretch = tuple[float, int, int, float]  # decode steps, running rows, computed 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of a step on one card, for complete `settings`."""
+    """The estimated seconds of a step on one card. The planner has made all its choices in `settings`."""
 
     shape: ModelShape
     settings: RunSettings

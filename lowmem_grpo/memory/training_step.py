@@ -95,7 +95,7 @@ class StepShape:
                 "attention forward": self.attention_forward(), "head": self.head()}
 
     def inputs(self) -> int:
-        """Return the bytes of layer inputs on the device."""
+        """Return the bytes of the inputs of recomputed layers that are kept on the device."""
         recomputed = self.model.layers - self.whole_layers
         if not recomputed or self.settings.checkpointing != "offload":
             return self.hidden * recomputed

@@ -70,8 +70,8 @@ class HeadGroupsFunction(torch.autograd.Function):
 
 def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, groups: int) -> Tensor:
     """Return `attend(query, key, value)` (S, H, Q, K), whose backward pass takes the heads in `groups` parts, at most
-    one per key head. query is (S, H, Q, K), key and value (S, H_kv, L, K). `attend` must draw no random numbers. A
-    second derivative raises RuntimeError."""
+    one per key head. query is (S, H, Q, K), key and value (S, H_kv, L, K), head size K. `attend` must draw no random
+    numbers. A second derivative raises RuntimeError."""
     heads = HeldFunction.apply(query, key, value)
     held = next(part.grad_fn for part in heads if part.requires_grad)
     result: Tensor = HeadGroupsFunction.apply(*heads, held, attend, groups)

@@ -234,7 +234,7 @@ def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
 
 
 def prompt_lengths(packed: list[Piece]) -> list[tuple[int, ...]]:
-    """Return, per prompt, its number of packed tokens, then that of each of its sequences."""
+    """Return a tuple for each prompt: its number of packed tokens, then the number of each sequence that shares it."""
     families: list[list[int]] = []
     for piece in packed:
         if piece.sequence is None:

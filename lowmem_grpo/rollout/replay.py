@@ -131,7 +131,7 @@ def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
 
 
 def pack_routes(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
-    """Return the expert routes of each sequence as JSON values; {} for a rollout without routes."""
+    """Return {"routes": the expert routes of each sequence, as JSON values}; {} for a rollout without routes."""
     routes = routes_of(rollout, prompt_ids)
     return {"routes": [sequence.packed() if sequence else None for sequence in routes]} if any(routes) else {}
 

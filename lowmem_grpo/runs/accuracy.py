@@ -145,8 +145,8 @@ def answered_rows(rows: list[dict[str, Any]], by_model: dict[str, Answers]) -> l
 
 
 def changed_first(pairs: Sequence[tuple[bool, bool]], shown: int) -> list[int]:
-    """Return indices of up to `shown` pairs (right before, right after), sorted by KINDS. Some are of each kind; the
-    first kinds fill up the rest."""
+    """Return the indices of up to `shown` pairs, in the order of KINDS. A pair says whether the answer was right before
+    training, and after it. Each kind gets an equal share; if a kind has fewer pairs, the first kinds get the rest."""
     kinds = [[place for place, pair in enumerate(pairs) if pair == kind] for kind in KINDS]
     some = [place for kind in kinds for place in kind[: max(1, shown // len(KINDS))]][:shown]
     rest = [place for kind in kinds for place in kind if place not in some][: shown - len(some)]

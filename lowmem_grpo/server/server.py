@@ -94,7 +94,7 @@ def as_response(error: ChatError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, error.headers | headers)
 
 
-def in_short(prefix: str, router: APIRouter) -> str:
+def routes_text(prefix: str, router: APIRouter) -> str:
     """Return the methods and paths of a router's routes; of more than four, only their prefix."""
     routes = [route for route in router.routes if isinstance(route, APIRoute)]
     if not 0 < len(routes) < 5:
@@ -110,7 +110,7 @@ def make_server_app(
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     for prefix, router in routers.items():
         app.include_router(router, prefix=prefix)
-    routes = ", ".join(["GET /health", *(in_short(*each) for each in routers.items() if "{" not in each[0])])
+    routes = ", ".join(["GET /health", *(routes_text(*each) for each in routers.items() if "{" not in each[0])])
 
     @app.get(WITHOUT_KEY)
     async def health() -> dict[str, str]:

@@ -158,7 +158,7 @@ class TensorFiles:
         return Weight(name, shape, self.dtype, lambda: quantized_rows(read()), step)
 
     def to_quantize(self, name: str, form: str) -> Weight:
-        """Return a tensor stored in 16 or 32 bits, with the values that it has when loaded in NF4 or FP8."""
+        """Return a tensor that the checkpoint stores in 16 or 32 bits, quantized to NF4 or FP8 as the loader does."""
         def read() -> QuantizedWeight:
             tensor = self.read(name).to(self.dtype)
             if form != NF4:

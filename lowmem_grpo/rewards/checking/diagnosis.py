@@ -199,7 +199,7 @@ def no_difference(trial: RewardTrial, group_size: int, telling: bool) -> Iterato
 
 
 def about_the_empty(trial: RewardTrial) -> Iterator[Finding]:
-    """Find a function that fails on an empty completion, or pays for it, which a policy would soon exploit."""
+    """Find a reward function that fails on an empty completion, or rewards it, which a policy would soon exploit."""
     if trial.empty_error is not None:
         yield Finding("error", trial.name, f"on an empty completion {trial.empty_error}"[:300],
                       "handle the empty text: a model can end its answer at once")

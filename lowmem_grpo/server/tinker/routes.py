@@ -177,7 +177,7 @@ class ModelRoutes:
                 "user_metadata": model.settings.user_metadata}
 
     def unload_model(self, asked: ApiRequest) -> Json:
-        """Unload a model, and return a promise that is already fulfilled. A repeated call returns it again."""
+        """Unload a model, and return a promise that is already fulfilled. A repeated call returns the same promise."""
         model = asked.json.get("model_id")
         try:
             self.training.unload(self.store.model(model, asked.owner))
