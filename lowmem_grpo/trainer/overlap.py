@@ -142,7 +142,7 @@ class OverlappedTraining:
             self.clock.moved_to_train(time.perf_counter() - began)
 
     def train(self, batch: MicroBatch) -> None:
-        """Add the gradient of a micro-batch with the model in train mode, and restore the engine's mode."""
+        """Add the gradient of a micro-batch with the model in train mode; then restore the model's mode."""
         training = self.policy.model.training
         set_mode(self.policy.model, True)
         try:

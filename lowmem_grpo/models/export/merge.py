@@ -121,9 +121,10 @@ class MergeCheck:
 
 def write_merged(folder: Path, weights: list[Weight], pairs: dict[str, LoraPair], dtype: torch.dtype,
                  shard_bytes: int = SHARD_BYTES) -> int:
-    """Write model*.safetensors and their index into `folder`; return the bytes of all tensors.
+    """Write model*.safetensors and their index into `folder`; return the size of all tensors in bytes.
 
-    MergeError if a layer of the adapter has no weight, or if a weight overflows.
+    MergeError if the base model lacks a layer of the adapter, or has it in another shape, or if a merged weight is not
+    finite.
     """
     check_layers(weights, pairs)
     own, split = {weight.name: weight for weight in weights}, split_of(weights, dtype, shard_bytes)

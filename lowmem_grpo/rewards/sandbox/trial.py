@@ -192,7 +192,7 @@ class Trial:
         return min(time.monotonic() + self.limits.seconds, self.ends)
 
     def serving(self) -> Worker:
-        """Return the code's process, started if needed. The code is loaded only once; WorkerEnded if this fails."""
+        """Return the process that serves the code, started if needed. WorkerEnded, in each call, if loading failed."""
         if self.broken is not None:
             raise self.broken
         if "serve" not in self.workers:
