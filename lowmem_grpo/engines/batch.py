@@ -141,9 +141,9 @@ class Batch:
         return [row[max(0, count - 1 - before) :] for row, before in zip(ids, state.counts.tolist(), strict=True)]
 
     def is_time_to_look(self, every: int) -> bool:
-        """Return whether to ask the device now which rows are done: after `every` tokens, when a row may have reached
-        its limit, or after each token if stop strings are matched on the host. Asking synchronizes, so rows may sample
-        tokens after their end, which are discarded."""
+        """Return whether to ask the device now which rows are done: once `every` tokens were drawn (one token, if stop
+        strings are matched on the host), or a row may have reached its limit. Asking synchronizes with the device, so
+        it is done rarely; tokens that a row samples after its end are discarded."""
         if self.since >= (1 if self.stops.texts else every):
             return True
         return max(self.generation.drawn[row] for row in self.rows) + self.since >= self.generation.ids.shape[1]

@@ -178,7 +178,7 @@ def drop_workspaces() -> None:
 
 
 def reset_pool() -> None:
-    """Drop the pools of an ended engine or failed start, and the pool's stored error, which makes freed memory leak."""
+    """Drop the pools of an engine that ended or failed to start. Also clear the stored error, as it makes memory leak."""
     drop_workspaces()
     with suppress(ImportError):
         extension, held = import_module(EXTENSION), import_module(ALLOCATOR).CuMemAllocator.instance
@@ -210,7 +210,7 @@ def pool() -> Any:
 
 
 def why_no_pool() -> str | None:
-    """Return why the pool here cannot hold a buffer of ours; None if it can, as in all versions that are allowed."""
+    """Return why the installed vLLM's memory pool cannot hold a buffer of ours; None if it can."""
     return None if pool().cumem_available else "this build of vLLM has no memory pool that sleep can free"
 
 
