@@ -178,7 +178,7 @@ def drop_workspaces() -> None:
 
 
 def reset_pool() -> None:
-    """Drop the pools of an engine that ended or failed to start. Also clear the stored error, as it makes memory leak."""
+    """Drop the pools of an engine that ended or failed to start. Also clear the stored error, which leaks memory."""
     drop_workspaces()
     with suppress(ImportError):
         extension, held = import_module(EXTENSION), import_module(ALLOCATOR).CuMemAllocator.instance
