@@ -95,7 +95,6 @@ def fault_of_object(schema: dict[str, Any], value: dict[str, Any], where: str) -
 
 
 def fault_of_array(schema: dict[str, Any], value: list[Any], where: str) -> str | None:
-    """Return the fault of a tuple's length, or of the first item that does not fit; None if the array fits."""
     places = schema.get("prefixItems")
     if isinstance(places, list) and len(value) != len(places) and "items" not in schema:
         return f"{where or 'it'} must have {len(places)} items, got {len(value)}"
