@@ -26,8 +26,7 @@ HELD_OUT = 1 << 30  # the smallest seed of held-out rows
 
 
 class Factories:
-    """The value of `environment_factory`: a callable, or a dict of callables by the names in the column
-    `environment`."""
+    """The `environment_factory`: a callable, or a dict of callables by the names in the column `environment`."""
 
     def __init__(self, value: Any) -> None:
         """Call each factory once, as a check. TypeError if a factory does not make an environment."""
@@ -145,8 +144,7 @@ class EnvSpecs:
         return self.renderers[key]
 
     def toolbox_for(self, row: Mapping[str, Any], made: Any = None) -> Toolbox | None:
-        """Return a row's toolbox. Its functions call the environment `made`, or a sample environment if `made` is
-        None."""
+        """Return a row's toolbox, whose functions call the environment `made`, by default a sample environment."""
         toolbox = self.toolboxes[self.name_of(row)]
         if toolbox is None or made is None:
             return toolbox

@@ -148,8 +148,7 @@ class Episode:
         return None
 
     def call_tools(self, job: WorkerJob, calls: list[ToolCall], errors: list[str]) -> Answer:
-        """Return the results of a turn's tool calls, in order, then the errors of unreadable calls. Runs in a
-        worker."""
+        """Return the results of tool calls in order, then the errors of unreadable calls. Runs in a worker."""
         answer = Answer(calls=len(calls) + len(errors))
         if self.handle is not None:
             self.handle.run = job.call

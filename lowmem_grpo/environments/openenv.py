@@ -1,5 +1,4 @@
-"""Environments of OpenEnv, made from a client, a function from reply to action, and a function from observation to
-text.
+"""Environments of OpenEnv, made from a client and two functions: from reply to action, and from observation to text.
 
     environment = OpenEnv(lambda: EchoEnv(base_url=url), action=lambda reply: EchoAction(message=reply),
                           text=lambda observation: observation.echoed_message)

@@ -75,8 +75,7 @@ def answers(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Message]) -> TurnBoundary:
-    """Return the turn boundary before `words`, after conversation `form` of `answers`; `said` is the text after
-    ANCHOR."""
+    """Return the turn boundary before `words`, after conversation `form` of `answers`; `said` follows ANCHOR."""
     before = answers(words)[form]
     called = "tool_calls" in before[-1]
     alone = behind_anchor(template.text_of_calls(before, generation=False))
@@ -140,9 +139,8 @@ class Renderer:
         return self.first(messages, trusted)
 
     def bridge(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """Return the tokens (B,) between a sampled completion and the next: the rest of the turn's end, the new
-        messages, and the generation prompt. If the completion is not `ended` (see `closed`), the whole end of the turn
-        is added."""
+        """Return the tokens (B,) between two sampled completions: the rest of the turn's end, the new messages, and the
+        generation prompt. The whole end of the turn is included if the completion is not `ended` (see `closed`)."""
         seam = self.seam(checked(messages))
 
         def text(stand_ins: StandIns) -> str:
@@ -171,8 +169,7 @@ class Renderer:
                             "other text", "set tokenizer.chat_template to one that does not look into messages")
 
     def seam(self, messages: Sequence[Message]) -> TurnBoundary:
-        """Return the turn boundary before `messages`, cached by their roles and by which names and contents are
-        empty."""
+        """Return the turn boundary before `messages`, cached by their roles and empty fields."""
         shape = tuple((str(message["role"]), bool(message.get("name")), bool(str(message["content"]).strip()))
                       for message in messages)
         if shape not in self.seams:

@@ -120,8 +120,7 @@ class ChatTemplate:
         self.marks = SpecialTokens(tokenizer, self.source)
 
     def text(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """Return the rendered messages, with a generation prompt if `generation`; RendererError if the template
-        refuses."""
+        """Return the rendered messages, with a generation prompt if `generation`; RendererError if that fails."""
         try:
             return chat_text(self.tokenizer, list(messages), self.kwargs | ({} if generation else CLOSED))
         except Exception as error:  # templates may raise anything: TemplateError, TypeError, KeyError
@@ -132,8 +131,7 @@ class ChatTemplate:
 
 
 def thought_apart(message: Message, source: str) -> Message:
-    """Return an assistant message with the text before `</think>` in a separate field, if the template `source` has
-    one."""
+    """Return a message with its text before `</think>` in the field that the template has for thoughts, if any."""
     field = next((name for name, sign in THOUGHTS.items() if sign in source), "")
     said = message.get("content")
     if message["role"] != "assistant" or not field or field in message or not isinstance(said, str) or END not in said:

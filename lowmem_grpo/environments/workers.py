@@ -97,8 +97,7 @@ class Workers:
             self.done.put(job)
 
     def collect(self, wait: bool) -> list[WorkerJob]:
-        """Return the jobs that are done or late, in no particular order. With `wait`, return at least one job if any is
-        running."""
+        """Return the jobs that are done or late, in no fixed order; with `wait`, at least one if any is running."""
         jobs: list[WorkerJob] = []
         began = time.monotonic()
         while not jobs and self.running:
@@ -110,8 +109,7 @@ class Workers:
         return jobs
 
     def finished(self, wait: bool) -> list[WorkerJob]:
-        """Return finished jobs. With `wait`, wait up to PAUSE seconds for the first, and TOGETHER for each further
-        job."""
+        """Return finished jobs. With `wait`, wait PAUSE seconds for the first, and TOGETHER for each further job."""
         jobs: list[WorkerJob] = []
         try:
             while len(jobs) < len(self.running):

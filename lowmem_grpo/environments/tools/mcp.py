@@ -124,8 +124,7 @@ class MCPSession:
 
 
 async def serve(client: Any, stop: asyncio.Event, ready: "Future[tuple[asyncio.Task[Any], list[Any]]]") -> None:
-    """Keep a client's session open until `stop` is set. A method would keep the MCPSession from being garbage
-    collected."""
+    """Keep a session open until `stop` is set. A method would keep the MCPSession from being garbage collected."""
     try:
         async with client:
             task: Any = asyncio.current_task()
