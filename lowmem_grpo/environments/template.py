@@ -55,7 +55,7 @@ class StandIns:
     """Words that replace special tokens in untrusted text while a template renders the messages."""
 
     def __init__(self, marks: SpecialTokens, messages: Any, whole: bool = False) -> None:
-        """With `whole`, words replace all untrusted text, not only marks, and it is encoded character by character."""
+        """With `whole`, words replace all untrusted text, which is encoded by characters, not only special tokens."""
         self.marks, self.whole, self.stem = marks, whole, STEM
         everything = repr(messages) + marks.template
         while self.stem in everything:
@@ -69,8 +69,8 @@ class StandIns:
         return f"{self.stem}{self.texts.index(text)}e"
 
     def defused(self, message: Message) -> Message:
-        """Return a message with its marks replaced. In assistant messages, only special tokens are replaced, as
-        templates read other added tokens there, such as `<think>`."""
+        """Return a message with words in place of special and added tokens. Assistant messages keep added tokens that
+        are not special, such as `<think>`, because templates read them there."""
         answer = message["role"] == "assistant"
         marks = self.marks.of_special if answer else ANYTHING if self.whole else self.marks.of_every
         return {key: value if key == "role" else self.replaced(value, marks) for key, value in message.items()}

@@ -128,8 +128,8 @@ def shown(value: Any, most: int = SHOWN) -> str:
 
 
 def typed(schema: Any, text: str) -> Any:
-    """Return the value of an argument written as text: None for "null" if the schema allows null, else the text itself
-    if the schema allows text, else the text parsed as JSON."""
+    """Return the value of an argument written as text: None for "null" if the schema allows null; the text itself if
+    the schema allows text, or if it is not JSON; else the parsed JSON."""
     word = text.strip()
     if word in ("null", "None") and isinstance(schema, dict) and fault(schema, None) is None:
         return None

@@ -114,7 +114,7 @@ class Parser:
         return Reading(thoughts + ("" if calls and not self.form.open and AROUND.fullmatch(said) else said), calls)
 
     def pieces_of_ids(self, ids: Sequence[int]) -> list[Piece]:
-        """Return marks and the text between them. If a mark is a token, its characters in other tokens are text."""
+        """Return marks and the text between them. A mark that is a vocabulary token is not looked for in text."""
         pieces: list[Piece] = []
         for token, run in groupby(ids, lambda token: token if token in self.tokens else None):
             if token is not None:

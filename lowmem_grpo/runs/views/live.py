@@ -45,7 +45,7 @@ EPISODE_LINES = 12
 
 
 class StepTimes:
-    """The times of steps. The first step includes warm-up, so it counts only until the second step is done."""
+    """The times of steps. The first step includes warm-up, so its time is used only until the second step is done."""
 
     def __init__(self) -> None:
         self.start_at(0)
