@@ -27,7 +27,7 @@ Shape = tuple[tuple[str, bool, bool], ...]  # for each message: (role, has a nam
 
 @dataclass(frozen=True)
 class TurnBoundary:
-    """The rendered text after a made-up answer: `cut`, then the special token `end`, then the rest."""
+    """The text that a template writes after an answer: `cut`, then the special token `end`, then the rest."""
 
     form: int  # index in `answers` of the first made-up conversation that the template renders
     called: bool  # the answer is a tool call, so the text after the anchor begins with the rest of the call

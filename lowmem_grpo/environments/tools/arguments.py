@@ -142,7 +142,7 @@ def typed(schema: Any, text: str) -> Any:
 
 
 def allows_text(schema: Any) -> bool:
-    """Return True if the schema allows text, or is not a schema because the argument is unknown."""
+    """Return True if the schema of an argument allows text. An unknown argument, without a schema, may be text too."""
     if not isinstance(schema, dict):
         return True
     names = schema.get("type")

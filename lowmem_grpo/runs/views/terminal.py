@@ -87,7 +87,7 @@ class BetweenWords(logging.Formatter):
 
 
 class CurrentStderr(logging.StreamHandler):
-    """A log handler that writes to the current sys.stderr, which a live view redirects to the lines above it."""
+    """A log handler that writes to the current sys.stderr, even if a live view has replaced it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
