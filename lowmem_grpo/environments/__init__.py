@@ -1,7 +1,4 @@
-"""Environments and tools for multi-turn episodes: the answers to completions, and the prompts made from these answers.
-
-Names are imported lazily, at first use.
-"""
+"""Environments and tools for multi-turn episodes; names are imported lazily, at first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

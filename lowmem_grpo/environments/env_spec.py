@@ -26,8 +26,7 @@ HELD_OUT = 1 << 30  # the smallest seed of held-out rows
 
 
 class Factories:
-    """The value of `environment_factory`: a class, another callable without arguments, or a dict of them, from which a
-    row's column `environment` picks one by name."""
+    """The `environment_factory`: a callable, or a dict of callables by the names in the column `environment`."""
 
     def __init__(self, value: Any) -> None:
         """Call each factory once, as a check. TypeError if a factory does not make an environment."""
@@ -72,7 +71,6 @@ class Factories:
         return made
 
     def columns_for(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the row's columns that may be passed to `reset`, copied."""
         return {name: owned(value) for name, value in row.items() if not (self.several and name == "environment")}
 
     @property
@@ -114,7 +112,7 @@ def close_quietly(made: Any) -> None:
 
 
 class EnvSpecs:
-    """The toolboxes and renderers of a run: one of each per kind of environment, shared by all rows of that kind."""
+    """The toolboxes and renderers of a run, shared by the rows that have the same environment."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable[..., Any]], factories: Factories | None,
@@ -136,7 +134,7 @@ class EnvSpecs:
         return "" if self.factories is None else self.factories.name_of(row)
 
     def renderer(self, row: Mapping[str, Any]) -> Renderer | PlainRenderer:
-        """Return the renderer of a row's messages; RendererError if the template cannot render them."""
+        """Return the renderer of a row's messages. Raises as `renderer_for`."""
         prompt = row.get("prompt") or []
         key = (self.name_of(row), isinstance(prompt, str))
         if key not in self.renderers:
@@ -146,20 +144,19 @@ class EnvSpecs:
         return self.renderers[key]
 
     def toolbox_for(self, row: Mapping[str, Any], made: Any = None) -> Toolbox | None:
-        """Return a row's toolbox, with the functions of its environment `made` (None: of the sample environment)."""
+        """Return a row's toolbox, whose functions call the environment `made`, by default a sample environment."""
         toolbox = self.toolboxes[self.name_of(row)]
         if toolbox is None or made is None:
             return toolbox
         return toolbox.with_functions([*self.tools, *tools_of(made)])
 
     def within(self, answer: Answer) -> Answer:
-        """Return the answer with messages longer than `max_tool_tokens` cut in the middle."""
+        """Return an answer with each message cut to `max_tool_tokens`."""
         answer.messages = [message | {"content": self.limit.cut(message["content"])} for message in answer.messages]
         return answer
 
     def asking(self, messages: list[Message]) -> list[int]:
-        """Return the prompt (P,) that puts these messages to the base model, without tools. Their text cannot become
-        special tokens."""
+        """Return the prompt (P,) of a question to the base model. Its text cannot become special tokens."""
         if self.other is None:
             prompt = [] if self.tokenizer.chat_template else ""
             self.other = renderer_for(prompt, self.tokenizer, None, self.template_kwargs)
@@ -167,7 +164,6 @@ class EnvSpecs:
 
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
-        """The schemas of the tools of all environments; None if there are none."""
         schemas = [schema for toolbox in self.toolboxes.values() if toolbox for schema in toolbox.schemas]
         return schemas or None
 
@@ -182,7 +178,6 @@ class EpisodeEncoder(PromptEncoder):
             raise ValueError("truncate_prompts=True would cut off what says which tools there are; leave it out")
 
     def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
-        """Return the prompt, whatever its length, or the reason to leave the row out."""
         try:
             self.specs.name_of(row)
         except ValueError as error:
@@ -204,9 +199,8 @@ class EpisodeEncoder(PromptEncoder):
 
 
 def seeded_rows(count: int, seed: int = 0, held_out: bool = False) -> list[dict[str, Any]]:
-    """Return `count` rows, each with a `seed` that is passed to `reset(seed=...)`. All episodes of a group share the
-    seed, so that they differ in play and not in luck. Held-out rows have seeds of at least HELD_OUT and other rows have
-    smaller seeds, so the two sets never overlap. Tasks made from `seed % n` are of the same kinds in both sets."""
+    """Return `count` rows with an empty prompt and a `seed`, which all episodes of a group pass to `reset(seed=...)`.
+    Held-out rows never have a seed of the other rows."""
     drawn, least = random.Random(f"{seed}-{held_out}"), HELD_OUT if held_out else 0
     return [{"prompt": [{"role": "user", "content": ""}], "seed": least + drawn.getrandbits(30)} for _ in range(count)]
 
@@ -231,6 +225,6 @@ class WithPrompts:
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row's prompt. A text becomes a user message; without a prompt, that message is empty."""
+    """Return the messages of a row's prompt. A text becomes a user message, and a missing prompt an empty one."""
     prompt = row.get("prompt") or ""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -1,8 +1,5 @@
-"""One episode: the turns of the policy and the answers to them, as tokens.
-
-The tokens that the engine returned are authoritative; messages and texts are views of them. Sampled tokens are never
-decoded and re-encoded: two turns are joined by a bridge, the tokens of the environment's and the tools' messages.
-"""
+"""One episode as tokens: the turns of the policy, and between them the messages of tools and the environment. Sampled
+tokens are trained as they are, never decoded and encoded again."""
 
 import logging
 from collections.abc import Callable
@@ -97,7 +94,6 @@ class Episode:
         return self.within(answer) if self.turns else answer
 
     def bound(self, job: WorkerJob) -> EnvHandle:
-        """Return the environment's handle, set to make its calls through this job."""
         assert self.handle is not None
         self.handle.run = job.call
         return self.handle
@@ -152,7 +148,7 @@ class Episode:
         return None
 
     def call_tools(self, job: WorkerJob, calls: list[ToolCall], errors: list[str]) -> Answer:
-        """Return the results of the calls, in order, then the errors of unreadable ones. Runs in a worker."""
+        """Return the results of tool calls in order, then the errors of unreadable calls. Runs in a worker."""
         answer = Answer(calls=len(calls) + len(errors))
         if self.handle is not None:
             self.handle.run = job.call
@@ -188,7 +184,7 @@ class Episode:
             self.go_on(answer.messages, answer.anew)
 
     def go_on(self, replies: list[Message], anew: bool = False) -> None:
-        """Make the next prompt from `replies` (`anew`: without earlier turns). If it is too long, end the episode."""
+        """Make the next prompt with `replies` (`anew`: without earlier turns), or end the episode if it is too long."""
         kept, self.messages = self.messages, [*self.messages, *replies]
         if anew:
             ids = self.first(replies)
@@ -205,7 +201,7 @@ class Episode:
             self.split(ids)
 
     def split(self, ids: list[int]) -> None:
-        """Begin a new sequence with these prompt ids, which do not extend the current one."""
+        """Begin a new sequence, because the prompt `ids` does not extend the current sequence."""
         begins = len(self.prompt) > 0 and ids[: len(self.prompt)] == self.prompt
         self.splits.append(Split(len(self.after), None if begins else ids))
         self.ids = list(self.prompt) if begins else ids
@@ -213,7 +209,6 @@ class Episode:
             self.add(ids[len(self.prompt) :])
 
     def add(self, ids: list[int], logprobs: list[float] | None = None, trained: bool = False) -> None:
-        """Append tokens: ones that the policy sampled (`trained`), or context between its turns."""
         self.ids = [*self.ids, *ids]
         self.after += ids
         self.logprobs += logprobs if trained and logprobs is not None else [0.0] * len(ids)
@@ -231,7 +226,7 @@ class Episode:
             self.close(job)
 
     def close(self, job: WorkerJob) -> None:
-        """Close the environment. A failure is only logged, and the episode is used all the same. Runs in a worker."""
+        """Close the environment; a failure is only logged. Runs in a worker."""
         if self.handle is not None:
             try:
                 self.bound(job).close()
@@ -239,7 +234,7 @@ class Episode:
                 logger.warning("an environment could not be closed: %s", error)
 
     def rollout(self, prompt: list[int]) -> Rollout:
-        """Return the episode as a rollout for training, as part of a group whose prompt is `prompt` (P,)."""
+        """Return the episode as a rollout of a group whose prompt is `prompt` (P,)."""
         last = self.turns[-1] if self.turns else None
         splits = self.splits
         if self.prompt != prompt:  # the environment gave this episode another first observation
@@ -254,9 +249,8 @@ class Episode:
 
 
 def joined(prompt: list[Message], observation: list[Message]) -> list[Message]:
-    """Return the prompt's messages with the first observation. If the observation is one user message, its text is
-    appended to the prompt's last message, as in TRL, unless the assistant wrote that message. Any other observation
-    follows as separate messages."""
+    """Return the prompt's messages and the first observation. An observation of one user message is appended to the
+    prompt's last message, as in TRL, unless the assistant wrote that message."""
     begun = bool(prompt) and prompt[-1]["role"] == "assistant"
     if len(observation) != 1 or observation[0].get("role") != "user" or not prompt or begun:
         said = (message for message in prompt if message.get("content") or message.get("tool_calls") or not observation)

@@ -1,13 +1,12 @@
-"""Environments of OpenEnv: a client of its server, a function from replies to actions, and a function from observations
-to text.
+"""Environments of OpenEnv, made from a client and two functions: from reply to action, and from observation to text.
 
     environment = OpenEnv(lambda: EchoEnv(base_url=url), action=lambda reply: EchoAction(message=reply),
                           text=lambda observation: observation.echoed_message)
     GRPOTrainer(model, environment_factory=environment, ...)
 
 The library is not imported: a client is any object with `reset(**columns)` and `step(action)`, whose results have
-`observation`, `reward` and `done`, and with `close()`. The three methods are either all async, like those of OpenEnv's
-clients, or all plain, like those of its `.sync()`.
+`observation`, `reward` and `done`, and with `close()`. The methods are all async, as in OpenEnv's clients, or all
+plain, as in those that `.sync()` returns.
 """
 
 import inspect
@@ -49,7 +48,7 @@ class OpenEnv:
 
 
 class Client:
-    """The base class of both kinds of clients: the arguments of their calls, and the conversion of results."""
+    """The base class of PlainClient and AsyncClient."""
 
     def __init__(self, client: Any, settings: OpenEnv) -> None:
         self.client, self.settings = client, settings

@@ -42,9 +42,8 @@ class Anew:
 
 @dataclass(frozen=True)
 class AskBase:
-    """A question to the base model (the model without its adapter). `reset` or `step` returns it if the environment
-    needs a reply to go on. The run's engine samples the reply, batched with other episodes; the reply is not trained
-    on.
+    """A question to the base model (the model without its adapter), returned by `reset` or `step`. The run's engine
+    samples the reply, which is not trained on.
 
     `then` gets the reply as text, and returns what `reset` or `step` would have returned, possibly another AskBase. A
     reply for which `readable` returns False is counted (`other/failure_frequency`) and passed to `then` all the same.
@@ -103,7 +102,7 @@ class EnvHandle:
         return self.begun(self.call("reset", **columns))
 
     def begun(self, returned: Any) -> Answer:
-        """Convert the value that `reset`, or `AskBase.then` after `reset`, returned to an Answer."""
+        """Return the result of `reset`, or of a later `AskBase.then`, as an Answer."""
         if isinstance(returned, AskBase):
             return Answer(asks=replace(returned, messages=messages_of(returned.messages, "AskBase")))
         if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
@@ -111,11 +110,10 @@ class EnvHandle:
         return self.observed(returned, "reset")
 
     def step(self, reply: str) -> Answer:
-        """Return the next observation, reward and done."""
         return self.stepped(self.call("step", reply))
 
     def stepped(self, returned: Any) -> Answer:
-        """Convert the value that `step`, or `AskBase.then` after `step`, returned to an Answer."""
+        """Return the result of `step`, or of a later `AskBase.then`, as an Answer."""
         if isinstance(returned, AskBase):
             return self.begun(returned)
         if not isinstance(returned, tuple) or len(returned) not in (3, 4, 5):
@@ -141,20 +139,17 @@ class EnvHandle:
         return self.begun(returned) if first else self.stepped(returned), read
 
     def pay(self) -> float | None:
-        """Return the result of `get_reward` at the end of the episode; None if there is no such method."""
         if not callable(getattr(self.made, "get_reward", None)):
             return None
         return number(self.call("get_reward"), f"{self.name}.get_reward")
 
     def state(self) -> str | None:
-        """Return the key of the state in which the policy acts next; None if the environment has no `state_key`."""
         if not callable(getattr(self.made, "state_key", None)):
             return None
         key = self.call("state_key")
         return None if key is None else str(key)
 
     def close(self) -> None:
-        """Close the environment if it has `close`; later calls do nothing."""
         if not self.closed and callable(getattr(self.made, "close", None)):
             self.closed = True
             self.call("close")
@@ -164,12 +159,10 @@ class EnvHandle:
         return type(self.made).__name__
 
     def call(self, method: str, *values: Any, **named: Any) -> Any:
-        """Call a method of the environment; any error, except from a late call, becomes an
-        EnvironmentFailedError."""
         return self.tried(method, getattr(self.made, method), *values, **named)
 
     def tried(self, method: str, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
-        """Call a function as `call` calls a method; `method` names it in messages."""
+        """Call a function. Errors other than LateError become EnvironmentFailedError, whose message names `method`."""
         try:
             return self.run(function, values, named)
         except LateError:
@@ -193,8 +186,7 @@ def tools_of(made: Any) -> list[Callable[..., Any]]:
 
 
 def messages_of(observation: Any, method: str) -> list[Message]:
-    """Return an observation as messages. A text becomes a user message, and None becomes no message.
-    EnvironmentFailedError for any other value."""
+    """Return an observation (a text of the user, messages or None) as messages; EnvironmentFailedError for others."""
     if observation is None:
         return []
     if isinstance(observation, str):
@@ -212,7 +204,6 @@ def messages_of(observation: Any, method: str) -> list[Message]:
 
 
 def is_message(message: Any) -> bool:
-    """Return True for a chat message, or a content block of TRL, whose content is text."""
     return isinstance(message, dict) and message.get("role", "user") in ROLES and text_in(message) is not None
 
 

@@ -1,8 +1,5 @@
-"""Renders messages to tokens: the first prompt, and the bridges between two turns of the policy. `Renderer` uses the
-chat template; `PlainRenderer` is for prompts that are plain strings.
-
-A `TurnBoundary` describes where sampled tokens end and the bridge begins; it is found by rendering a made-up dialogue.
-"""
+"""Renders messages to tokens: the first prompt, and the bridge between two turns of the policy. Rendering a made-up
+dialogue shows where a bridge begins (`TurnBoundary`)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +27,7 @@ Shape = tuple[tuple[str, bool, bool], ...]  # for each message: (role, has a nam
 
 @dataclass(frozen=True)
 class TurnBoundary:
-    """The rendered text after a made-up answer: `cut`, then the special token `end`, then the rest."""
+    """The text that a template writes after an answer: `cut`, then the special token `end`, then the rest."""
 
     form: int  # index in `answers` of the first made-up conversation that the template renders
     called: bool  # the answer is a tool call, so the text after the anchor begins with the rest of the call
@@ -40,14 +37,14 @@ class TurnBoundary:
     marks: tuple[list[int], list[int]]  # special tokens of the bridge: after a cut completion, after an ended one
 
     def tail(self, template: ChatTemplate, messages: Sequence[Message], ended: bool) -> str:
-        """Return the rendered text of messages after the answer, beginning with the token that ends the answer. For a
-        cut completion (not `ended`), the text before that token is included, unless it belongs to a call."""
+        """Return the rendered text of `messages`, beginning with the token that ends the turn before them. After a
+        completion that was cut (not `ended`), it begins with `cut`, unless that turn is a call."""
         text = behind_anchor(template.text_of_calls([*answers(messages)[self.form], *messages]))
         return text[len(self.cut):] if ended or self.called else text
 
 
 def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> TurnBoundary:
-    """Return the boundary before such messages. RendererError if the template refuses them, or leaves one out."""
+    """Return the turn boundary before `messages`; RendererError if the template refuses them or leaves one out."""
     stand_ins = StandIns(template.marks, messages)
     words = [stand_ins.defused(message) for message in messages]
     words = [message | {"content": stand_ins.word(f"{at} {message['content']}")}
@@ -67,8 +64,8 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message]) -> TurnBounda
 
 
 def answers(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return made-up conversations that may precede the messages, likeliest first: ending with a call for each result,
-    with one call, or with a plain answer."""
+    """Return made-up conversations that may precede `messages`, the likeliest first. They end with a call for each tool
+    result, with one call, or with a plain answer."""
     question = {"role": "user", "content": "Question"}
     names = [str(message.get("name") or "tool") for message in messages if message["role"] == "tool"]
     calls = [{"type": "function", "function": {"name": name, "arguments": {"value": ANCHOR}}} for name in names]
@@ -78,7 +75,7 @@ def answers(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Message]) -> TurnBoundary:
-    """Return the boundary before `words` in made-up conversation `form`. `said` is the rendered text after ANCHOR."""
+    """Return the turn boundary before `words`, after conversation `form` of `answers`; `said` follows ANCHOR."""
     before = answers(words)[form]
     called = "tool_calls" in before[-1]
     alone = behind_anchor(template.text_of_calls(before, generation=False))
@@ -96,9 +93,8 @@ def seam_of(template: ChatTemplate, form: int, said: str, words: Sequence[Messag
 
 
 def split_at_end(template: ChatTemplate, shared: str, head: str) -> tuple[str, str]:
-    """Return the text before the special token that ends a turn, and that token: the EOS token, or the last special
-    token that the template writes after an answer. If it writes none, take the first special token of the next message
-    (`<|user|>` in GLM 4)."""
+    """Return the text before the special token that ends a turn, and that token. It is the EOS token, else the last
+    special token after an answer, else the first of the next message (`<|user|>` in GLM 4)."""
     eos = template.tokenizer.eos_token
     tokens = list(special(template, shared)) or list(special(template, head))[:1]
     if not tokens:
@@ -117,13 +113,11 @@ def behind_anchor(text: str) -> str:
 
 
 class Renderer:
-    """The renderer that uses the tokenizer's chat template. `bridge` neither renders nor encodes sampled text. Messages
-    of tools and environments are rendered by the template, but their text cannot become a special token (see
+    """Renders with the tokenizer's chat template. Text of tools and environments cannot become special tokens (see
     template.py); messages of the dataset are trusted."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None,
                  template_kwargs: dict[str, Any] | None = None) -> None:
-        """`tools` are OpenAI schemas. RendererError if there is no chat template."""
         self.template = ChatTemplate(tokenizer, tools, template_kwargs)
         self.marks = self.template.marks
         self.seams: dict[Shape, TurnBoundary] = {}
@@ -145,9 +139,8 @@ class Renderer:
         return self.first(messages, trusted)
 
     def bridge(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """Return the tokens (B,) between a sampled completion and the next one: the rest of the turn's end, the new
-        messages, and the generation prompt. `ended`: the completion's last token ends a turn here (see `closed`).
-        Otherwise (it was cut, or ends with another EOS token of the model) the whole end of the turn is added."""
+        """Return the tokens (B,) between two sampled completions: the rest of the turn's end, the new messages, and the
+        generation prompt. The whole end of the turn is included if the completion is not `ended` (see `closed`)."""
         seam = self.seam(checked(messages))
 
         def text(stand_ins: StandIns) -> str:
@@ -157,14 +150,14 @@ class Renderer:
         return ids[1:] if ended and seam.end else ids
 
     def closed(self, completion_ids: Sequence[int], messages: Sequence[Message]) -> bool:
-        """Return True if the completion ends with a token that ends a turn before these messages."""
+        """Return True if a completion ends with a token that ends a turn before `messages`."""
         return bool(completion_ids) and completion_ids[-1] in self.seam(messages).ends
 
     def encode(
         self, messages: Sequence[Message], text: Callable[[StandIns], str], marks: list[int] | None = None
     ) -> list[int]:
-        """Return the ids of a rendered text. Its special tokens must be `marks`, or if that is None, the special tokens
-        of the text with stand-ins; RendererError if it has others."""
+        """Return the ids of the text that `text` renders with stand-in words. RendererError if their special tokens are
+        not `marks`, or by default not those of the template itself."""
         for whole in (False, True):
             stand_ins = StandIns(self.marks, messages, whole)
             rendered = text(stand_ins)
@@ -176,7 +169,7 @@ class Renderer:
                             "other text", "set tokenizer.chat_template to one that does not look into messages")
 
     def seam(self, messages: Sequence[Message]) -> TurnBoundary:
-        """Return the boundary before such messages. It is cached by the messages' roles and empty fields."""
+        """Return the turn boundary before `messages`, cached by their roles and empty fields."""
         shape = tuple((str(message["role"]), bool(message.get("name")), bool(str(message["content"]).strip()))
                       for message in messages)
         if shape not in self.seams:
@@ -185,19 +178,16 @@ class Renderer:
 
 
 class PlainRenderer:
-    """The renderer of prompts that are plain strings: later messages follow on separate lines, `\\n...\\n`, without
-    role names. The first prompt is encoded as in single-turn runs. A sampled EOS token stays where it is."""
+    """The renderer of prompts that are plain strings. Later messages follow on separate lines, without role names."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.marks = tokenizer, SpecialTokens(tokenizer)
 
     def first(self, prompt: str | Sequence[Message], trusted: int | None = None) -> list[int]:
-        """Return the token ids (P,) of the first turn's prompt. The texts of several messages are joined."""
         text = prompt if isinstance(prompt, str) else "".join(str(message["content"]) for message in prompt)
         return text_ids(self.tokenizer, text)
 
     def bridge(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """Return the tokens (B,) between a sampled completion and the next one; `ended` makes no difference."""
         stand_ins = StandIns(self.marks, messages)
         said = "".join(f"\n{stand_ins.defused(message)['content']}" for message in checked(messages)) + "\n"
         return stand_ins.encode(said)
@@ -206,7 +196,6 @@ class PlainRenderer:
         return bool(completion_ids) and completion_ids[-1] == self.tokenizer.eos_token_id
 
     def render_anew(self, messages: Sequence[Message], trusted: int) -> list[int]:
-        """Raise RendererError: without a chat template the conversation cannot be re-rendered."""
         raise RendererError("history='template' renders the conversation with the chat template for each turn, and a "
                             "prompt that is a plain string has none",
                             "use history='append', or make `prompt` a list of chat messages")
@@ -214,8 +203,7 @@ class PlainRenderer:
 
 def renderer_for(prompt: Any, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None,
                  template_kwargs: dict[str, Any] | None = None) -> Renderer | PlainRenderer:
-    """Return the renderer for prompts like this one. RendererError for tools with a plain string, and for messages
-    without a chat template."""
+    """Return a prompt's renderer. RendererError for a plain string with tools, or messages without a chat template."""
     if not isinstance(prompt, str):
         return Renderer(tokenizer, tools, template_kwargs)
     if tools:

@@ -1,10 +1,8 @@
-"""`ChatTemplate` renders messages with a tokenizer's chat template, and raises an error if the template refuses them.
+"""Renders messages with a tokenizer's chat template, so that untrusted text cannot become a special token.
 
-`SpecialTokens` (marks) begin or end turns, thoughts and calls, and untrusted text must not become one. Text of tools
-and environments may contain the characters of `<|im_end|>`. Before rendering, each such place is replaced by a stand-in
-word that no template changes; in the rendered text the characters are put back, split in two pieces that are encoded
-separately, so that no piece spells a mark. Text without marks is encoded together with the text around it, as inference
-servers do.
+Text of tools and environments may contain the characters of a special token (a mark), such as `<|im_end|>`. While the
+template renders the messages, a stand-in word replaces these characters. Afterwards they are put back in two pieces
+that are encoded separately. Other text is encoded together with the text around it, as inference servers do.
 """
 
 import re
@@ -26,8 +24,7 @@ FAMILIES = "Qwen2.5, Qwen3, Llama 3.1 to 3.3, LFM2 or Gemma 4"
 
 
 class SpecialTokens:
-    """The special tokens, and other added tokens that the chat template itself writes, such as Qwen's
-    `<tool_response>`."""
+    """Special tokens, and other added tokens that the chat template writes, such as Qwen's `<tool_response>`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "") -> None:
         self.tokenizer, self.template = tokenizer, template
@@ -40,7 +37,7 @@ class SpecialTokens:
         self.of_every = pattern([*self.every.values(), ANCHOR])
 
     def among(self, ids: list[int]) -> list[int]:
-        """Return the marks among ids, in order, except the unknown token, which any text may become."""
+        """Return the special tokens among `ids`, in order, without the unknown token, which any text may become."""
         unknown = self.tokenizer.unk_token_id
         return [number for number in ids if number in self.every and number != unknown]
 
@@ -55,11 +52,10 @@ def pattern(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 class StandIns:
-    """Words that replace marks in untrusted text while a template renders the messages around it."""
+    """Words that replace special tokens in untrusted text while a template renders the messages."""
 
     def __init__(self, marks: SpecialTokens, messages: Any, whole: bool = False) -> None:
-        """Without `whole`, stand-in words replace only the marks. With `whole`, they replace all untrusted text; after
-        rendering, the original text is put back and encoded character by character."""
+        """With `whole`, words replace all untrusted text, which is encoded by characters, not only special tokens."""
         self.marks, self.whole, self.stem = marks, whole, STEM
         everything = repr(messages) + marks.template
         while self.stem in everything:
@@ -73,8 +69,8 @@ class StandIns:
         return f"{self.stem}{self.texts.index(text)}e"
 
     def defused(self, message: Message) -> Message:
-        """Return a message with its marks replaced. In assistant messages, only special tokens are replaced, because
-        templates read other marks there, such as `<think>`."""
+        """Return a message with words in place of special and added tokens. Assistant messages keep added tokens that
+        are not special, such as `<think>`, because templates read them there."""
         answer = message["role"] == "assistant"
         marks = self.marks.of_special if answer else ANYTHING if self.whole else self.marks.of_every
         return {key: value if key == "role" else self.replaced(value, marks) for key, value in message.items()}
@@ -124,21 +120,18 @@ class ChatTemplate:
         self.marks = SpecialTokens(tokenizer, self.source)
 
     def text(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """Return the rendered messages, with the generation prompt unless `generation` is False; RendererError if the
-        template refuses them."""
+        """Return the rendered messages, with a generation prompt if `generation`; RendererError if that fails."""
         try:
             return chat_text(self.tokenizer, list(messages), self.kwargs | ({} if generation else CLOSED))
         except Exception as error:  # templates may raise anything: TemplateError, TypeError, KeyError
             raise refusal(messages, f"{type(error).__name__}: {error}") from error
 
     def text_of_calls(self, messages: Sequence[Message], generation: bool = True) -> str:
-        """Do the same as `text` for messages with tool calls, after adding ids to the calls and their results."""
         return self.text(with_call_ids(messages), generation)
 
 
 def thought_apart(message: Message, source: str) -> Message:
-    """Return an assistant message with its thought moved to a separate field, if the template (`source`) reads one. The
-    thought ends at `</think>`, and begins at `<think>` or at the start of the text."""
+    """Return a message with its text before `</think>` in the field that the template has for thoughts, if any."""
     field = next((name for name, sign in THOUGHTS.items() if sign in source), "")
     said = message.get("content")
     if message["role"] != "assistant" or not field or field in message or not isinstance(said, str) or END not in said:
@@ -160,7 +153,6 @@ def checked(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def refusal(messages: Iterable[Message], why: str) -> RendererError:
-    """Return a RendererError that names the roles of the messages, the reason, and what to do."""
     roles = ", ".join(message["role"] for message in messages)
     fix = f"use a model family whose template has tools ({FAMILIES})" if "tool" in roles else "use another template"
     return RendererError(f"the chat template cannot render messages of the roles {roles} ({' '.join(why.split())})",

@@ -1,8 +1,6 @@
-"""Threads that run environments and tools while the engine decodes; async functions share one event loop.
-
-A thread cannot be stopped. A job that passes its deadline is abandoned: its later result is dropped, and another thread
-replaces the one that hangs.
-"""
+"""Threads that run environments and tools while the engine decodes; async functions share one event loop. A thread
+cannot be stopped, so a job that passes its deadline is abandoned: another thread replaces its thread, and its later
+result is dropped."""
 
 import inspect
 import time
@@ -87,13 +85,11 @@ class Workers:
         return job
 
     def start_threads(self) -> None:
-        """Start threads until there are as many as jobs, but at most `most`."""
         while self.threads < min(self.most, len(self.running)):
             self.threads += 1
             start_thread("environment", self.serve)
 
     def serve(self) -> None:
-        """Run jobs until `close`, or until one took so long that it was abandoned."""
         while (job := self.waiting.get()) is not None:
             job.run()
             if job.dropped:
@@ -101,8 +97,7 @@ class Workers:
             self.done.put(job)
 
     def collect(self, wait: bool) -> list[WorkerJob]:
-        """Return the jobs that are done, or late with a LateError, in no particular order. With `wait`, return at least
-        one job if any is running."""
+        """Return the jobs that are done or late, in no fixed order; with `wait`, at least one if any is running."""
         jobs: list[WorkerJob] = []
         began = time.monotonic()
         while not jobs and self.running:
@@ -114,8 +109,7 @@ class Workers:
         return jobs
 
     def finished(self, wait: bool) -> list[WorkerJob]:
-        """Return the jobs that the threads have finished. With `wait`, wait at most PAUSE seconds for the first job,
-        and at most TOGETHER for each further one, as decoding the turns of several jobs together costs little more."""
+        """Return finished jobs. With `wait`, wait PAUSE seconds for the first, and TOGETHER for each further job."""
         jobs: list[WorkerJob] = []
         try:
             while len(jobs) < len(self.running):

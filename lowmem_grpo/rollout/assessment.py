@@ -1,6 +1,4 @@
-"""Evaluation of a model. `answer` samples answers to prompts, and `judge` finds the right ones. `Evaluation` measures
-the rewards of completions on a held-out dataset, sampled as in training. `evaluate_sets` is the part that all trainers
-share: one dataset, or several by name."""
+"""Evaluation of a model: the accuracy of its answers, and the rewards of completions sampled as in training."""
 
 import logging
 import math
@@ -77,7 +75,6 @@ def judge(
 
 
 def mean(values: list[float | None]) -> float:
-    """Return the mean of the values that are not None; NaN if there are none."""
     there = [value for value in values if value is not None]
     return sum(there) / len(there) if there else float("nan")
 
@@ -108,8 +105,8 @@ class Evaluation:
         self.sampler, self.scoring = sampler, scoring
 
     def run(self, rows: Any, measure: Callable[[list[RolloutGroup]], dict[str, float]]) -> dict[str, float]:
-        """Return rewards, lengths and logged metrics on these rows, and the metrics that `measure` returns. Raise
-        DataError if no row can be used."""
+        """Return rewards, lengths and logged metrics on `rows`, and those of `measure`; DataError if no row is
+        usable."""
         encoded = [self.encoder.encode(rows[index]) for index in range(len(rows))]
         prompts = [prompt for prompt in encoded if isinstance(prompt, Prompt)]
         if not prompts:
@@ -165,8 +162,7 @@ def indexed_rows(dataset: Any, parameter: str) -> Any:
 
 
 def evaluation_sets(dataset: Any, args: TrainSettings, read: Callable[[Any, str], Any]) -> Any:
-    """Return the rows that `read` makes of one dataset, or a dict of such rows by name for several datasets. Raise
-    ValueError if the settings ask for evaluations and `dataset` is None."""
+    """Return `read` of a dataset or of each in a dict; ValueError for None if the settings ask for evaluations."""
     if dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
         asked = f'eval_strategy is "{args.eval_strategy}"' if args.eval_strategy != "no" else "eval_on_start is True"
         raise ValueError(f"{asked}, which needs an eval_dataset; pass one")
@@ -205,8 +201,7 @@ def evaluate_rows(trainer: Any, rows: Any, prefix: str) -> dict[str, float]:
 def check_best_metric(
     wanted: str | None, sets: Any, names: Collection[str], may_measure: Callable[[str], bool]
 ) -> None:
-    """Raise ValueError if metric_for_best_model names a metric that no evaluation of these sets can have. `names` are
-    the metrics that every evaluation has."""
+    """Raise ValueError if metric_for_best_model (`wanted`) names a metric that no evaluation can have."""
     several = isinstance(sets, dict)
     prefixes = [f"eval_{name}_" for name in sets] if several else ["eval_"]
     if wanted is None or any(wanted.startswith(prefix) and may_measure(wanted.removeprefix(prefix))

@@ -38,7 +38,6 @@ class Collector:
         self, strategies: StrategySettings, draws: Draws, source: PromptSource, state: TrainerState,
         objective: Objective, sampler: Sampler, scoring: Scoring, parity: ParityGate, overlap: Overlap | None = None,
     ) -> None:
-        """`overlap`, if given, trains on complete groups while others are sampled."""
         self.strategies, self.draws, self.source = strategies, draws, source
         self.state, self.objective = state, objective
         self.sampler, self.scoring, self.parity, self.overlap = sampler, scoring, parity, overlap
@@ -46,7 +45,6 @@ class Collector:
         self.reset_step()
 
     def reset_step(self) -> None:
-        """Reset the statistics of the step."""
         self.sampled: list[RolloutGroup] = []  # all groups sampled in this step, trained on or not
         self.logs: list[dict[str, float]] = []  # metrics logged by the reward functions, one dict per sampling round
         self.watched: dict[str, float] = {}
@@ -79,7 +77,6 @@ class Collector:
         return groups
 
     def draw_groups(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
-        """Sample and score these prompts."""
         with self.scoring.start_batch(prompts) as calls:
             if self.overlap is not None:
                 self.overlap.start_step(prompts, calls)
@@ -123,13 +120,12 @@ class Collector:
         return [place for place, group in enumerate(places) if not self.has_signal(group)]
 
     def fill(self, places: list[RolloutGroup], empty: list[int], groups: list[RolloutGroup]) -> None:
-        """Put `groups` into `places` at the indices `empty`, and recompute all advantages."""
         for place, group in zip(empty, groups, strict=False):
             places[place] = group
         self.scoring.assign(places)
 
     def resample(self, places: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Replace groups without signal by newly sampled ones with signal; return those that were not needed."""
+        """Replace groups without signal by newly sampled groups with signal; return those beyond the number needed."""
         rounds = 0
         surplus: list[RolloutGroup] = []
         while rounds < self.strategies.dynamic_sampling_rounds and (empty := self.empty(places)):
@@ -169,8 +165,7 @@ class Collector:
 
 
 class SharedCollector(Collector):
-    """A `Collector` for a run of several ranks. All ranks draw the same prompts, each rank samples and scores a share,
-    and then all ranks exchange their groups, so that they continue with the same groups."""
+    """A `Collector` of several ranks, which each sample and score a share of the prompts and exchange their groups."""
 
     def __init__(self, ranks: Any, *parts: Any) -> None:
         """`ranks` is from trainer/distributed.py; `parts` are the arguments of `Collector`."""
@@ -178,7 +173,6 @@ class SharedCollector(Collector):
         super().__init__(*parts)
 
     def draw_groups(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
-        """Sample and score this rank's share of the prompts; return the groups of all ranks."""
         share = self.ranks.place.share(len(prompts))
         mine, tokens, seen = [prompts[place] for place in share], self.tokens, self.state.num_tokens
         params = replace(params, part=(share.start, len(prompts)))

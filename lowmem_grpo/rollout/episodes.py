@@ -1,11 +1,5 @@
-"""Playing a batch of episodes: the engine decodes turns in this thread while environments and tools run in workers.
-
-    while there are episodes: queue requests from finished tool and environment calls; decode; pass turns to workers
-
-Groups finish one by one, so that their rewards are computed while other episodes are played. If an environment fails,
-the episode is played once more with the same seeds; if that fails too, its rollout is left out of the step. The run
-ends if all episodes fail.
-"""
+"""Plays a batch of episodes: the engine decodes turns in this thread while environments and tools run in workers. If an
+environment fails, the episode is played once more with the same seeds; if that fails too, the step leaves it out."""
 
 import logging
 import math
@@ -77,7 +71,6 @@ class Episodes:
         return result
 
     def warn_of_empty_prompt(self) -> None:
-        """Warn once that the policy's first message is empty."""
         if not self.said_empty:
             self.said_empty = True
             logger.warning("reset returned nothing and the row has no prompt, so the policy reads an empty message of "
@@ -120,9 +113,8 @@ class EpisodeBatch:
         self, episodes: Episodes, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None,
         most: int | None, in_rounds: bool,
     ) -> None:
-        """At most `most` episodes are in play, started in order, so that groups finish one after the other and the
-        engine's prefix cache still holds their history. With `in_rounds`, each round of decoding waits for all workers,
-        so that the turns in it do not depend on timing."""
+        """At most `most` episodes are in play, so that groups finish one after the other. With `in_rounds`, each round
+        of decoding waits for all workers, so that its turns do not depend on timing."""
         self.owner, self.prompts, self.n = episodes, prompts, params.n
         self.on_group, self.in_rounds = on_group, in_rounds
         self.seed = random.getrandbits(62) if params.seed is None else params.seed
@@ -266,8 +258,7 @@ class EpisodeBatch:
             self.end_episode(episode, None)
 
     def end_episode(self, episode: Episode, pay: float | None) -> None:
-        """End an episode, and report its group if the group is complete. `pay`, the result of `get_reward`, is added to
-        the last turn's reward."""
+        """End an episode with `pay` added to its last turn's reward, and report its group if that is complete."""
         if pay is not None and episode.turns:
             episode.turns[-1].reward = (episode.turns[-1].reward or 0.0) + pay
         self.ended[episode.key] = self.live.pop(episode.key)

@@ -1,6 +1,5 @@
 """The parity gate recomputes the log-probabilities of some sampled tokens at the start and every few steps, because
-training fails silently if sampler and trainer differ: every importance ratio is then wrong. Later turns of episodes are
-compared separately, because a wrong token between two turns affects only the tokens after it."""
+training fails silently if sampler and trainer differ: every importance ratio is then wrong."""
 
 import logging
 from collections.abc import Iterator
@@ -85,13 +84,11 @@ class ParityGate:
         return metrics
 
     def take_in(self, metrics: dict[str, float]) -> None:
-        """Pass a check's k3 on to `mismatch`. `metrics` are this rank's, or the metrics that all ranks agreed on."""
         self.mismatch.last_k3 = metrics.get("sampling/parity/k3", self.mismatch.last_k3)
 
     def check(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Return metrics over some groups; ParityError if the mean difference is above the bound. Tokens with NaN or
-        infinite log-probabilities are left out with a warning, because they do not show a sampler mismatch (see
-        trainer/nonfinite.py)."""
+        """Return metrics of the difference on some groups; ParityError if its mean is above the bound. Tokens with NaN
+        or infinite log-probabilities are left out, with a warning."""
         sampled, recomputed, later = self.recompute(list(islice(groups, GROUPS)))
         finite = (sampled - recomputed).isfinite()
         if lost := int(finite.logical_not().sum()):

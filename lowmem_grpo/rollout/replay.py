@@ -22,10 +22,8 @@ OF_ROLLOUT = ("finish_reason", "text", "policy_version", "trained", "splits", "t
 
 
 class ReplayBuffer:
-    """At most `size` groups as they were sampled and scored, oldest first. When the buffer keeps or returns only some
-    groups, it prefers a larger spread of rewards, and newer groups among equals. Each is returned once. A group keeps
-    its `policy_version`, by which the objective sees that the group is stale. Fields that an update fills in, and
-    `extras`, are dropped."""
+    """At most `size` sampled and scored groups, oldest first. The buffer prefers groups whose rewards spread more, and
+    newer groups among equals. Each group is returned once, without `extras` and the fields that an update fills in."""
 
     def __init__(self, size: int, max_age: int | None = None) -> None:
         self.size, self.max_age = size, max_age
@@ -65,7 +63,6 @@ class ReplayBuffer:
 
 
 def age_of(group: RolloutGroup, policy_version: int) -> int:
-    """Return how many policy versions ago a group was sampled."""
     return policy_version - min(rollout.policy_version for rollout in group.rollouts)
 
 
@@ -117,7 +114,6 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
 
 
 def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
-    """Return the group that `pack_group` saved."""
     prompt, rollouts = unpack(INTEGERS, packed["prompt"]), []
     for saved in packed["rollouts"]:
         rollout = Rollout(
@@ -157,7 +153,6 @@ def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
 
 
 def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any]) -> None:
-    """Restore the fields that `pack_episode` saved."""
     if "turns" not in saved:
         return
     trained = saved["trained"]

@@ -3,10 +3,6 @@
 The function gets the batch's prompts as they are in the dataset, each repeated `num_generations` times in a row, and
 returns one entry for each repetition in `prompt_ids`, `completion_ids` and `logprobs`. `env_mask` (1: the policy drew
 the token) is optional. Every other key goes to the reward functions as a column.
-
-`rollout_of` makes a rollout of the turns that user code requested. A turn whose prompt begins with all tokens of an
-earlier sequence continues that sequence; any other turn begins a new sequence. All sequences share the rollout's
-reward, and a turn that occurs in several histories is trained once.
 """
 
 import copy
@@ -224,9 +220,8 @@ def shown(value: Any) -> str:
 
 
 def rollout_of(histories: Sequence[History], prompt: list[int] | None = None) -> Rollout:
-    """Return the rollout of these histories, for a group with the prompt ids `prompt` (P,), by default the first
-    turn's. A turn is shared if several histories contain the same object. The order of the histories decides which
-    sequence holds a shared turn; it does not change the gradient. ValueError if there is no turn."""
+    """Return the rollout of `histories` for a group with the prompt ids `prompt` (P,), by default the first turn's. A
+    turn in several histories (the same object) is trained once. ValueError without turns."""
     sequences = sequences_among(turns_of(histories))
     if not sequences:
         raise ValueError("a rollout without a turn of the policy has nothing to train")
@@ -245,7 +240,7 @@ def rollout_of(histories: Sequence[History], prompt: list[int] | None = None) ->
 
 
 def group_of(members: Sequence[Sequence[History]]) -> RolloutGroup:
-    """Return the group of one task's rollouts. Its prompt is the most common first prompt of these rollouts."""
+    """Return the group of one task's rollouts, whose prompt is the most common first prompt."""
     firsts = [tuple(next(iter(turns_of(histories))).prompt_ids) for histories in members]
     prompt = list(Counter(firsts).most_common(1)[0][0])
     return RolloutGroup({}, prompt, [rollout_of(histories, prompt) for histories in members])

@@ -44,14 +44,13 @@ class Overlap(Protocol):
 
 
 class Sampler:
-    """The sampler of a run. It keeps its engine, except that it gets the model's vLLM engine anew before each call."""
+    """The sampler of a run."""
 
     def __init__(
         self, model: FastPeftModel, policy: Policy, tokenizer: PreTrainedTokenizerBase, memory: RunMemory,
         state: TrainerState, clock: Clock, engine: Engine, is_callers: bool, player: Player | None = None,
     ) -> None:
-        """`is_callers` is True if the user supplied `engine`, which is then never replaced. `player` plays multi-turn
-        episodes."""
+        """`is_callers` is True if the user supplied `engine`, which is then never replaced."""
         self.model, self.policy, self.tokenizer, self.memory = model, policy, tokenizer, memory
         self.state, self.clock, self.engine, self.is_callers, self.player = state, clock, engine, is_callers, player
         self.said = False  # True once the log says that the engine reports no finished groups
@@ -92,8 +91,7 @@ class Sampler:
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 
     def say_padding(self, completions: list[list[int]]) -> None:
-        """Warn once if sampled ids only pad the vocabulary and stand for no token. These ids are still trained on,
-        because leaving them out would be off-policy."""
+        """Warn once of sampled ids that only pad the vocabulary; leaving them out of training would be off-policy."""
         known = len(self.tokenizer)
         if self.said_padding or all(max(ids, default=0) < known for ids in completions):
             return

@@ -1,5 +1,4 @@
-"""From Scores to rollouts: the rewards of every function and environment, their weighted sum, baselines and
-advantages. Also the metrics of scored rollouts: rewards, lengths, groups with signal, and the turns of episodes."""
+"""From Scores to rollouts: rewards, their weighted sum, baselines and advantages; and metrics of scored rollouts."""
 
 import logging
 import math
@@ -62,8 +61,7 @@ class Scoring:
         self, scorer: RewardScorer, settings: AdvantageSettings, state: TrainerState, clock: Clock | None = None,
         credit: EpisodeSettings | None = None,
     ) -> None:
-        """`settings` are for advantages, `credit` is for advantages per turn (None: no advantages per turn). Reward
-        functions get `state`."""
+        """`credit` is for advantages per turn (None: there are none). Reward functions get `state`."""
         self.credit = credit
         self.scorer, self.settings, self.state, self.clock = scorer, settings, state, clock or Clock()
         self.said_silent = False  # True once the log says that a completion got no reward from any function
@@ -109,7 +107,7 @@ class Scoring:
         return [name for name, weight in zip(self.names, self.scorer.weights, strict=True) if weight]
 
     def assign(self, groups: list[RolloutGroup]) -> None:
-        """Set the advantages of completions, and of the turns of episodes, with these groups as the batch."""
+        """Set the advantages of completions, and of the turns of episodes, with `groups` as the batch."""
         own = {field.name: getattr(self.settings, field.name) for field in fields(AdvantageSettings)}
         # the user's weights lack those of environment rewards
         settings = AdvantageSettings(**own | {"reward_weights": self.scorer.weights})
@@ -151,9 +149,8 @@ class Scoring:
         return {f"rewards/{name}/unjudged": float(sum(places)) for name, places in missing.items()}
 
     def set_baselines(self, groups: list[RolloutGroup], greedy: list[RolloutGroup], scores: Scores) -> None:
-        """Set the baseline of each group to the reward of its prompt's greedy completion (ReMax). `greedy` has one
-        rollout per group, and `scores` are its scores, whose logged metrics are ignored. The baseline stays None if
-        every function, or any required function, returned None."""
+        """Set each group's baseline to the reward of its prompt's greedy completion (ReMax), the only rollout of a
+        group in `greedy`. It stays None if every function, or any required function, returned None."""
         for name, count in scores.invalid.items():
             if count:
                 logger.warning("reward %s gave NaN or infinity for %d greedy completions: no baseline of it", name,

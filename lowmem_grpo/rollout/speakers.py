@@ -1,8 +1,6 @@
 """Speakers in episodes besides the policy (the base model, a person), and an engine wrapper that reports all messages.
-
-Environments can ask the base model, which is decoded by the engine that samples the policy. The engine has one set of
-weights at a time, so questions are decoded together once half of the episodes in play wait for replies.
-"""
+The engine has one set of weights at a time, so questions to the base model are decoded together, once half of the
+episodes in play wait for replies."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

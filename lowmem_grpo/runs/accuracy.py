@@ -1,5 +1,4 @@
-"""Confidence intervals of a measured accuracy: Wilson intervals, pass@k, and the paired difference of two models. P
-prompts with n answers each count as P samples if all answers to a prompt agree, and as up to P * n if not."""
+"""Confidence intervals of a measured accuracy: Wilson intervals, pass@k, and the paired difference of two models."""
 
 import math
 from collections.abc import Sequence
@@ -50,9 +49,8 @@ def pass_at_k(right: Sequence[int], samples: int, k: int) -> float:
 
 
 def paired_difference(before: Sequence[int], after: Sequence[int], samples: int) -> tuple[float, tuple[float, float]]:
-    """Return the difference of the accuracies on the same prompts, and its 95% interval. For the interval, half a
-    prompt is added to each of four outcomes: right both times, only before, only after, never (Agresti and Min, 2005).
-    So the interval does not vanish when all prompts agree."""
+    """Return the difference of the accuracies on the same prompts, and its 95% interval, for which half a prompt is
+    added to each of four outcomes: right both times, only before, only after, never (Agresti and Min, 2005)."""
     differences = [(new - old) / samples for old, new in zip(before, after, strict=True)]
     count = len(differences) + 2
     center = sum(differences) / count
@@ -62,13 +60,11 @@ def paired_difference(before: Sequence[int], after: Sequence[int], samples: int)
 
 
 def interval_text(interval: Sequence[float]) -> str:
-    """Return the 95% interval of a difference as text, in percentage points."""
     low, high = interval
     return f"95% interval {100 * low:+.1f} to {100 * high:+.1f}"
 
 
 def powers_of_two(samples: int) -> list[int]:
-    """Return 1, 2, 4 ... below `samples`, and `samples` itself."""
     powers = [2**power for power in range(samples.bit_length()) if 2**power < samples]
     return [*powers, samples]
 
@@ -145,8 +141,7 @@ def answered_rows(rows: list[dict[str, Any]], by_model: dict[str, Answers]) -> l
 
 
 def changed_first(pairs: Sequence[tuple[bool, bool]], shown: int) -> list[int]:
-    """Return the indices of up to `shown` pairs, in the order of KINDS. A pair says whether the answer was right before
-    training, and after it. Each kind gets an equal share; if a kind has fewer pairs, the first kinds get the rest."""
+    """Return at most `shown` indices of pairs (right before, right after), in about equal numbers for each of KINDS."""
     kinds = [[place for place, pair in enumerate(pairs) if pair == kind] for kind in KINDS]
     some = [place for kind in kinds for place in kind[: max(1, shown // len(KINDS))]][:shown]
     rest = [place for kind in kinds for place in kind if place not in some][: shown - len(some)]

@@ -78,7 +78,6 @@ def lora_config(settings: dict[str, Any], folder: Path) -> LoraConfig:
 
 
 def starts_plainly(start: Any) -> bool:
-    """Return whether an `init_lora_weights` value leaves the base weights unchanged."""
     return str(start).lower() in STARTS
 
 
@@ -95,7 +94,6 @@ def of_pattern(pattern: dict[str, Any] | None, layer: str, usual: Any) -> Any:
 
 
 def rank_of(config: LoraConfig, layer: str) -> int:
-    """Return the LoRA rank of a layer."""
     return int(of_pattern(config.rank_pattern, layer, config.r))
 
 
@@ -139,14 +137,14 @@ def check_for(model: nn.Module, folder: Path) -> None:
 
 
 def refuse_variants(config: LoraConfig, folder: Path, done: str) -> None:
-    """Raise AdapterError for DoRA and LoRA biases: they can be sampled with, but not `done` ("trained" or "merged")."""
+    """Raise AdapterError for DoRA and LoRA biases, which can only be sampled with. `done` is "trained" or "merged"."""
     if name := next((name for name in ("use_dora", "lora_bias") if getattr(config, name)), None):
         raise AdapterError(f"the adapter in {folder} has {name}=True, and only plain LoRA is {done} here. To sample "
                            f"with it, pass model.load_lora(FOLDER) to fast_generate; else {MERGE}")
 
 
 def problems(parts: dict[str, Tensor], layer: Any, config: LoraConfig, rank: int) -> Iterator[str]:
-    """Yield the faults of a layer's tensors; `rank` is the rank that the settings give the layer."""
+    """Yield the faults of a layer's tensors."""
     a, b, magnitude = (parts.get(name) for name in SIDES.values())
     if a is None or b is None:
         yield f"has no {SIDES['A' if a is None else 'B']}; the file is not whole: use an older checkpoint"

@@ -45,13 +45,12 @@ class Alarm:
 
 
 def number(line: Line, name: str) -> float | None:
-    """Return a metric; None if it is missing or not finite."""
     value = line.get(name)
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def outside(wrong: Callable[[float], bool], *names: str) -> Condition:
-    """Return a condition that holds if `wrong` is true for any of these metrics."""
+    """Return a condition that holds if `wrong` is true for any of the metrics `names`."""
 
     def condition(line: Line, kept: list[float]) -> str | None:
         measured = {name: value for name in names if (value := number(line, name)) is not None}
@@ -62,7 +61,6 @@ def outside(wrong: Callable[[float], bool], *names: str) -> Condition:
 
 
 def no_signal(line: Line, kept: list[float]) -> str | None:
-    """Report if no group has differing rewards."""
     groups = number(line, "groups/with_signal")
     if groups is None or groups:
         return None if groups is None else ""
@@ -97,7 +95,6 @@ def gradient_spike(line: Line, kept: list[float]) -> str | None:
 
 
 def preempted(line: Line, kept: list[float]) -> str | None:
-    """Report if sequences are often preempted for lack of KV cache."""
     times, together = number(line, "sampling/preemptions"), number(line, "sampling/most_together")
     if times is None or not together:
         return None
@@ -230,7 +227,7 @@ class Alarms:
         self.alarms = [replace(alarm, patience=patience.get(alarm.name, alarm.patience)) for alarm in ALARMS]
 
     def watch(self, line: Line) -> dict[str, float]:
-        """Check a step's line and log the due warnings; return `alarms/NAME` = 1 for each alarm that warned."""
+        """Check a step's metrics and log the due warnings; return `alarms/NAME` = 1 for each alarm that warned."""
         return {f"alarms/{alarm.name}": 1.0 for key, alarm in self.expanded(line) if self.fires(key, alarm, line)}
 
     def expanded(self, line: Line) -> Iterator[tuple[str, Alarm]]:
@@ -245,7 +242,7 @@ class Alarms:
                     yield f"{alarm.name}/{name}", replace(alarm, condition=partial(constant, name))
 
     def fires(self, key: str, alarm: Alarm, line: Line) -> bool:
-        """Check a line with one alarm; return whether it warned."""
+        """Check a step's metrics with one alarm; return whether it warned."""
         memory = self.state.alarms.setdefault(key, {"steps": 0, "kept": []})
         wrong = alarm.condition(line, memory["kept"])
         if wrong is None:

@@ -53,8 +53,7 @@ def save_checkpoint(
     reference: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write `run_dir/checkpoint-{step}`, replacing an existing one, and return its path. `state` must be plain JSON
-    values; `reference` is the reference adapter of the KL term. Raises CheckpointError if the disk refuses; older
-    checkpoints stay."""
+    values. CheckpointError if the disk refuses; older checkpoints stay."""
     folder = run_dir / f"checkpoint-{step}"
     temp = run_dir / f".checkpoint-{step}.tmp-{os.getpid()}"
     tensors: dict[str, Tensor] = {}
@@ -121,8 +120,7 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
 
 @contextmanager
 def trusted(folder: Path, *own: type[Exception]) -> Iterator[None]:
-    """Turn errors from malformed content inside the block into CheckpointError, except the types in `own`. Checksums do
-    not catch such files, since whoever altered them may have updated the checksums too."""
+    """Turn errors that malformed files raise in the block into CheckpointError, except errors of the types `own`."""
     kept: tuple[type[Exception], ...] = (CheckpointError, *own)
     try:
         yield
@@ -179,8 +177,8 @@ def check_scaling(saved: dict[str, Any], config: Any, folder: Path) -> None:
 
 
 def tell_other_base(there: str | None, here: str | None, is_other: bool, folder: Path) -> None:
-    """Raise MismatchError if a run's base differs from the model's in its weights (`is_other`) and in its name.
-    Otherwise log a warning: the weights may be the same in another precision."""
+    """Raise MismatchError if the saved run had a base model with other weights (`is_other`) and another name. Otherwise
+    log a warning, as the weights may be the same in another precision."""
     if there and here and is_other and not same_model(there, here):
         raise MismatchError(f"{folder} was trained on {there}, and this model is {here}, with other weights; resume on "
                             "the base of the saved run, or begin a new run")
@@ -189,7 +187,7 @@ def tell_other_base(there: str | None, here: str | None, is_other: bool, folder:
 
 
 def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
-    """Delete all checkpoints but the newest `keep_last` (None: all), those in `keep` and the last good; return them."""
+    """Delete and return all checkpoints but the newest `keep_last` (None: all), those in `keep` and the last good."""
     folders = list_checkpoints(run_dir)
     kept = {path.resolve() for path in keep}
     old = [] if keep_last is None else folders[: max(len(folders) - keep_last, 0)]
@@ -205,7 +203,7 @@ def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
 
 
 def clean_leftovers(run_dir: Path) -> list[Path]:
-    """Remove the temporary folders of killed processes, or rename them back; return them. Call it before saving."""
+    """Remove temporary folders of killed processes, or rename back those without a replacement; return all of them."""
     leftovers = sorted([*run_dir.glob(".checkpoint-*"), *run_dir.glob(f".{FINAL}.*")])
     for path in leftovers:
         name, _, kind = path.name[1:].partition(".")

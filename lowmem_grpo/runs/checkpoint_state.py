@@ -1,8 +1,4 @@
-"""Converts training state to tensors and plain JSON, and back, without pickle.
-
-Optimizer, scheduler and random states are nested dicts, lists and tuples that contain tensors. `encode` moves the
-tensors out under their path (`state.3.exp_avg`) and returns JSON; `decode` is its inverse.
-"""
+"""Converts training state to tensors and plain JSON, and back, without pickle."""
 
 import hashlib
 import importlib.metadata
@@ -79,8 +75,7 @@ def random_tensors() -> dict[str, Tensor]:
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return `value` as JSON: tensors go to `tensors` under their path `name`; functions (of a scheduler) are dropped.
-    """
+    """Return nested values as JSON, without functions. Tensors go to `tensors` under their path (`state.3.exp_avg`)."""
     if torch.is_tensor(value):
         tensors[name] = value
         return {"tensor": name}
@@ -109,12 +104,11 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def optimizer_shape(optimizer: Optimizer) -> tuple[str, list[int]]:
-    """Return an optimizer's class name and the number of parameters in each group."""
     return type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups]
 
 
 def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], saved: dict[str, Tensor]) -> None:
-    """Load the state in its saved dtypes, not the parameters' dtypes. The settings `fused` and `foreach` stay."""
+    """Load an optimizer's state in its saved dtypes, not the parameters'. `fused` and `foreach` stay as they are."""
     for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
         group.update({name: own[name] for name in ("fused", "foreach") if name in own})
     optimizer.load_state_dict(state)

@@ -26,8 +26,7 @@ def existing(path: Path) -> Path:
 
 
 def place_fault(folder: Path, option: str = "output_dir") -> tuple[str, str] | None:
-    """Return (fault, advice) if a folder cannot be written to, else None. This writes nothing; `option` is the name of
-    the folder's option."""
+    """Return (fault, advice) if a folder cannot be written to, else None. `option` is the setting that names it."""
     place = existing(folder)
     if not place.is_dir():
         return f"{option} is {str(folder)!r}, and {place} is a file", f"choose another {option}"
@@ -38,7 +37,6 @@ def place_fault(folder: Path, option: str = "output_dir") -> tuple[str, str] | N
 
 
 def check_place(folder: Path, option: str) -> None:
-    """Raise OSError if the folder given by `option` cannot be written to."""
     if fault := place_fault(folder, option):
         raise OSError("; ".join(fault))
 
@@ -91,7 +89,6 @@ def aside_of(folder: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, file or symlink, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -10,8 +10,7 @@ Each hook is called as `hook(args, state, control, model=, processing_class=, op
     on_log (logs=), on_evaluate (metrics=), on_save
     on_push_begin                            before an upload to the hub
 
-At the end of a step, the training loop carries out the requests that a listener set in `control`. `make_sinks` returns
-listeners that send metrics to Weights & Biases, TensorBoard and trackio, through their own libraries.
+At the end of a step, the training loop carries out the requests that a listener set in `control`.
 """
 
 import logging
@@ -120,12 +119,11 @@ def reward_name(key: str) -> str | None:
 
 
 class Sink:
-    """The base class of sinks: it writes every log line, including evaluations, to a `run` of wandb or trackio."""
+    """The base class of listeners that write every log line, evaluations included, to a `run` of wandb or trackio."""
 
     run: Any
 
     def write(self, values: dict[str, float], step: int) -> None:
-        """Write the metrics of a step."""
         self.run.log(values, step=step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:

@@ -33,9 +33,8 @@ class RunInUseError(RecordError):
 
 @contextmanager
 def owned(run_dir: Path) -> Iterator[None]:
-    """Own the folder inside the block, and create it if missing. RunInUseError if another process owns it. If the file
-    system has no locks, the file's content decides: an owner on this machine is checked by its pid, and an owner on
-    another machine is assumed to be alive."""
+    """Own the folder inside the block, and create it if missing. RunInUseError if another process owns it. Without
+    locks in the file system, the process that the file names is the owner if it may be alive (`is_alive`)."""
     path = run_dir / FILE
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -101,7 +100,6 @@ def take(file: int, path: Path) -> None:
 
 
 def is_at(file: int, path: Path) -> bool:
-    """Return whether the open file is still the file at `path`."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -109,7 +107,7 @@ def is_at(file: int, path: Path) -> bool:
 
 
 def is_alive(owner: dict[str, Any]) -> bool:
-    """Return whether an owner may still be running."""
+    """Return whether an owner may still be running; True for an owner on another machine."""
     if owner.get("host") != socket.gethostname() or fcntl is None:
         return True
     if owner.get("boot") != boot() or owner.get("pid") == os.getpid():
@@ -127,7 +125,6 @@ def is_alive(owner: dict[str, Any]) -> bool:
 
 
 def boot() -> str:
-    """Return the id of the machine's current boot; empty if the system has none."""
     return BOOT.read_text().strip() if BOOT.is_file() else ""
 
 
@@ -153,7 +150,6 @@ def refusal(path: Path, owner: dict[str, Any]) -> str:
 
 
 def said(owner: dict[str, Any]) -> str:
-    """Return a description of an owner."""
     if not owner:
         return "a process that has not said its name"
     here = "" if owner.get("host") == socket.gethostname() else f" on {owner.get('host')}"

@@ -37,8 +37,7 @@ class RunRecords:
         self.lines: Counter[str] = Counter()  # lines of each file that this run wrote or kept
 
     def start_run(self) -> Path | None:
-        """Move the files of a previous run into a new folder in `earlier`. Return that folder, or None if there were no
-        files."""
+        """Move a previous run's files into a new folder in `earlier`; return that folder, or None without files."""
         self.lines.clear()
         earlier = self.run_dir / EARLIER
         moving = earlier / ".moving"
@@ -68,8 +67,8 @@ class RunRecords:
                               "one (overwrite_output_dir=true)")
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Drop the lines after `step`, which will be written again, and an unfinished last line; return the metrics
-        that stay. RecordError, before anything is dropped, for a damaged line that would be kept."""
+        """Drop the lines after `step`, and return the metrics that stay. RecordError, before anything is dropped, for a
+        damaged line that would stay."""
         held = {name: kept_lines(self.run_dir / name, step) for name in (METRICS, COMPLETIONS)
                 if os.path.lexists(self.run_dir / name)}
         for name, kept in held.items():
@@ -150,7 +149,6 @@ class NoRecords(RunRecords):
 
 
 def unwritten(path: Path, needed: int, free: int | None, error: OSError) -> RecordError:
-    """Return the error for `needed` bytes that could not be written to `path`; `free` bytes were free before."""
     return RecordError(f"{refused(path, error, needed, free)}. What was written before is whole; afterwards go on with "
                        "trainer.train(resume_from_checkpoint=True)")
 

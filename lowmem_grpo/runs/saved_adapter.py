@@ -1,5 +1,4 @@
-"""Saved adapters, alone or in the checkpoints of a run: finds them, checks that their files are complete and unaltered,
-and checks the base that they were trained on. No torch is needed."""
+"""Finds saved adapters, and checks their files and the base model that they were trained on. No torch is needed."""
 
 import hashlib
 import json
@@ -65,7 +64,6 @@ def check_adapter_folder(folder: Path) -> None:
 
 
 def inner_adapters(folder: Path) -> str:
-    """Return "; take A or B, which it holds" if A and B are adapter folders in `folder`; "" if there are none."""
     inner = sorted(path.parent.name for path in folder.glob(f"[!.]*/{ADAPTER_FILE}"))
     return f"; take {' or '.join(inner)}, which it holds" if inner else ""
 
@@ -120,8 +118,8 @@ class RunAdapter:
 
 
 def find_adapter(path: Path, unfinished: bool = False) -> RunAdapter:
-    """Return the adapter in a run, checkpoint or adapter folder. RunError if there is none, or if the run never
-    finished and `unfinished` does not allow its last good checkpoint; CheckpointError for damaged files."""
+    """Return the adapter in a run, checkpoint or adapter folder; `unfinished` allows the last good checkpoint of a run
+    that never finished. RunError if there is no adapter, CheckpointError for damaged files."""
     if not path.exists():
         raise RunError(f"there is no {path}; give the folder of a run, of a checkpoint or of a saved adapter")
     if not path.is_dir():

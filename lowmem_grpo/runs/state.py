@@ -1,5 +1,4 @@
-"""The state, control and output of a run, under transformers' names. `Clock` counts the seconds of a step's phases, and
-`Interrupt` handles signals."""
+"""The state, control and output of a run, under transformers' names; its clock; and its signal handler."""
 
 import json
 import math
@@ -52,11 +51,9 @@ class TrainerState:
 
     @property
     def num_input_tokens_seen(self) -> int:
-        """`num_tokens`, under transformers' name."""
         return self.num_tokens
 
     def save_to_json(self, json_path: str) -> None:
-        """Write this state to a file, as transformers' state does."""
         Path(json_path).write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n", "utf-8")
 
 
@@ -78,7 +75,6 @@ class TrainerControl:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's type and message, with its notes, which say what to do."""
     return "\n".join([f"{type(error).__name__}: {error}".rstrip(": "), *getattr(error, "__notes__", [])])
 
 
@@ -92,14 +88,13 @@ class TrainOutput:
 
     @property
     def training_loss(self) -> float:
-        """The mean loss of this call's steps; 0.0 without steps."""
+        """The mean of the finite losses of this call of `train`; 0.0 if there are none."""
         return float(self.metrics["train_loss"])
 
 
 def summary(state: TrainerState, losses: list[float], samples: int, seconds: float, parameters: int) -> dict[str, Any]:
-    """Return the last line of a run's log: transformers' summary and the last step's metrics. `losses` has the loss of
-    each step of this call of `train`, which used `samples` samples. As in transformers, total_flos, over all calls, is
-    6 * tokens * `parameters`, where `parameters` excludes embeddings."""
+    """Return the last line of a run's log: transformers' summary, and the last step's metrics. `losses` has the loss of
+    each step. As in transformers, total_flos is 6 * tokens * `parameters`, without embeddings."""
     state.total_flos = 6.0 * state.num_tokens * parameters
     last: dict[str, Any] = next((line for line in reversed(state.log_history) if losses and "loss" in line), {})
     known = [loss for loss in losses if math.isfinite(loss)]
@@ -115,8 +110,7 @@ def speed(prefix: str, seconds: float, samples: int, steps: int) -> dict[str, fl
 
 
 class Clock:
-    """A stopwatch of the phases of a step since `restart`; all other time is idle. `peaks` measures the peak memory of
-    each phase other than "reward"."""
+    """A stopwatch of a step's phases since `restart`. `peaks` measures the peak memory of each phase but "reward"."""
 
     def __init__(self, peaks: "PhasePeaks | None" = None) -> None:
         self.peaks = peaks
@@ -131,7 +125,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time and memory of the block as this phase's."""
+        """Count the seconds and memory of the block as those of phase `name`."""
         began = time.perf_counter()
         try:
             with nullcontext() if self.peaks is None or name == "reward" else self.peaks.phase(name):
@@ -140,12 +134,11 @@ class Clock:
             self.seconds[name] += time.perf_counter() - began
 
     def moved_to_train(self, seconds: float) -> None:
-        """Count `seconds` of the phase "generate" as "train" instead."""
         self.seconds["train"] += seconds
         self.seconds["generate"] -= seconds
 
     def metrics(self) -> dict[str, float]:
-        """Return the step time in seconds, and shares of it: for each phase, and for the time hidden by sampling."""
+        """Return a step's seconds, and shares of them: each phase, idle time, and other work done while sampling."""
         total = max(time.perf_counter() - self.started, 1e-9)
         shares = {f"time/{name}": seconds / total for name, seconds in self.seconds.items()}
         beside = {"time/tools": self.tools, "time/train_hidden": self.train_hidden}
@@ -155,7 +148,6 @@ class Clock:
 
 
 def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the steps that have it."""
     names = sorted({name for step in steps for name in step})
     return {name: fmean(step[name] for step in steps if name in step) for name in names}
 
@@ -164,8 +156,8 @@ STOPS = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class Interrupt:
-    """The signal handler of a run: Ctrl-C, SIGTERM (a scheduler) and SIGHUP (a closed terminal) stop it after its step;
-    a second Ctrl-C stops it at once. SIGTERM and SIGHUP stay ignored if they were, as under nohup."""
+    """The signal handler of a run. Ctrl-C, SIGTERM (a scheduler) and SIGHUP (a closed terminal) stop the run after its
+    step; a second Ctrl-C stops it at once. SIGTERM and SIGHUP stay ignored if they were, as under nohup."""
 
     def __init__(self) -> None:
         self.got: int | None = None  # the first signal

@@ -19,8 +19,7 @@ ENDINGS = {  # descriptions of the endings of an episode
 
 
 def episode_fields(rollout: "Rollout") -> dict[str, Any]:
-    """Return the fields of an episode's line. `sampled_tokens` counts the tokens that the policy sampled; `sequences`
-    counts the episode's sequences, if its history was rewritten and there are several."""
+    """Return an episode's fields in completions.jsonl; fields that are 0 or empty are left out."""
     starts = {0, *(split.start for split in rollout.splits)}  # a split at 0 only has another prompt than the group
     values = {"ending": rollout.ending, "num_turns": len(rollout.turns),
              "sampled_tokens": None if rollout.trained is None else rollout.num_trained,
@@ -29,7 +28,6 @@ def episode_fields(rollout: "Rollout") -> dict[str, Any]:
 
 
 def turn_records(rollout: "Rollout") -> list[dict[str, Any]]:
-    """Return a record for each turn; fields that are 0, empty or unknown are left out."""
     new = [new_context(*pair, bool(rollout.splits)) for pair in pairwise(rollout.turns)]
     return [turn_record(turn, each) for turn, each in zip(rollout.turns, [{}, *new], strict=False)]
 
@@ -43,7 +41,7 @@ def new_context(before: "Turn", turn: "Turn", split: bool) -> dict[str, Any]:
 
 
 def turn_record(turn: "Turn", new: dict[str, Any]) -> dict[str, Any]:
-    """Return a turn's record: the sampled text and its tokens, tool calls, replies, and reward."""
+    """Return a turn's record: the sampled text and its number of tokens, tool calls, replies, and reward."""
     calls = [call.get("function", call) for call in turn.message.get("tool_calls") or []]
     values = new | {"prompt_tokens": len(turn.prompt_ids), "cached": turn.cached_tokens, "failures": turn.failures,
                     "seconds": round(turn.seconds, 3), "cut_off": turn.finish_reason == "length",

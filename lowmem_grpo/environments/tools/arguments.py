@@ -95,7 +95,6 @@ def fault_of_object(schema: dict[str, Any], value: dict[str, Any], where: str) -
 
 
 def fault_of_array(schema: dict[str, Any], value: list[Any], where: str) -> str | None:
-    """Return the fault of a tuple's length, or of the first item that does not fit; None if the array fits."""
     places = schema.get("prefixItems")
     if isinstance(places, list) and len(value) != len(places) and "items" not in schema:
         return f"{where or 'it'} must have {len(places)} items, got {len(value)}"
@@ -129,8 +128,8 @@ def shown(value: Any, most: int = SHOWN) -> str:
 
 
 def typed(schema: Any, text: str) -> Any:
-    """Return the value of an argument written as text: None for "null" if the schema allows null, else the text itself
-    if the schema allows text, else the text parsed as JSON."""
+    """Return the value of an argument written as text: None for "null" if the schema allows null; the text itself if
+    the schema allows text, or if it is not JSON; else the parsed JSON."""
     word = text.strip()
     if word in ("null", "None") and isinstance(schema, dict) and fault(schema, None) is None:
         return None
@@ -143,7 +142,7 @@ def typed(schema: Any, text: str) -> Any:
 
 
 def allows_text(schema: Any) -> bool:
-    """Return True if the schema allows text, or is not a schema because the argument is unknown."""
+    """Return True if the schema of an argument allows text. An unknown argument, without a schema, may be text too."""
     if not isinstance(schema, dict):
         return True
     names = schema.get("type")

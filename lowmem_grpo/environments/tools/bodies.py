@@ -1,7 +1,4 @@
-"""Parsers of tool call bodies, the text between the marks of a call: one small function per format.
-
-Each takes the body and the argument schemas by tool, and returns the calls; CallError says why it cannot be parsed.
-"""
+"""Parsers of the text between the marks of a tool call, a function per format; CallError for a malformed call."""
 
 import ast
 import re
@@ -53,8 +50,7 @@ def call_of(value: Any) -> ToolCall:
 
 
 def xml_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse <function=NAME><parameter=KEY>VALUE</parameter>...</function>, once or more; a value is JSON unless its
-    schema allows text."""
+    """Parse <function=NAME><parameter=KEY>VALUE</parameter>...</function>, once or more; see `typed` for VALUE."""
     body = body.strip()
     if not body.startswith("<function="):
         raise CallError("it does not begin with <function=NAME>")
@@ -97,7 +93,6 @@ def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def add(arguments: dict[str, str], key: str, value: str) -> None:
-    """Add an argument; CallError if it is given twice."""
     if key in arguments:
         raise CallError(f"{key[:60]} is given twice")
     arguments[key] = value
@@ -167,7 +162,7 @@ def literal(node: ast.expr) -> Any:
 
 
 def mistral_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse NAME[ARGS]{...}, in some models with [CALL_ID] and an id after the name; or older models' JSON list."""
+    """Parse NAME[ARGS]{...}, with or without [CALL_ID] and an id after NAME, or the JSON list of older models."""
     name, mark, arguments = body.partition("[ARGS]")
     if not mark:
         return json_calls(body, schemas)

@@ -30,12 +30,10 @@ class ToolFormError(ValueError):
 
 
 class TemplateParser:
-    """A parser that uses the tokenizer's own response template, on completions that follow `prefix`, a turn's prompt.
-    See https://huggingface.co/docs/transformers/chat_response_parsing. TRL's `add_response_schema` sets it for models
-    that TRL knows. This parser is only for formats that `FORMS` lacks, because it turns most malformed calls into text
-    or into calls with other arguments, without telling the policy. `example` is a rendered turn with a call, `answer`
-    one without. The `signs` of a call are the added tokens that occur in `example` but not in `answer`. The response
-    template skips malformed calls, so a completion with a sign but without a call is an error, not text."""
+    """The parser for formats that `FORMS` lacks: the tokenizer's own response template, which TRL's
+    `add_response_schema` can set (https://huggingface.co/docs/transformers/chat_response_parsing). `prefix` is a turn's
+    prompt, `example` a rendered turn with a call, and `answer` a rendered turn without. Response templates skip
+    malformed calls, so a completion without a call is an error if it has an added token that only `example` has."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[dict[str, Any]], prefix: str, example: str,
                  answer: str) -> None:
@@ -44,7 +42,6 @@ class TemplateParser:
         self.signs = [token for token in tokenizer.get_added_vocab() if token in example and token not in answer]
 
     def read(self, ids: Sequence[int], text: str) -> Reading:
-        """Parse a completion. `text` is `ids` decoded without special tokens; without ids, only `text` is used."""
         whole = str(self.tokenizer.decode(list(ids))) if len(ids) else text
         try:
             fields = dict(self.tokenizer.parse_response(whole, prefix=self.prefix, tools=self.schemas))
@@ -67,8 +64,8 @@ Reads = Parser | TemplateParser
 
 def parser_of(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]], named: str | None,
               template_kwargs: Mapping[str, Any]) -> Reads:
-    """Return a parser of calls of these tools, in the format `named`, or else the chat template's. ToolFormError if the
-    name is unknown, or the template has no known format."""
+    """Return the parser of tool calls in the format `named` or, if that is None, in the chat template's format.
+    ToolFormError if there is no such format."""
     if named not in (None, OWN, *FORMS):
         raise ToolFormError(f"the parser of tool calls is {named!r}; allowed are {', '.join(FORMS)}, {OWN}, or a "
                             "function of a completion's text")

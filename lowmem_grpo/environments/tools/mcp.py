@@ -3,8 +3,7 @@
     with mcp_tools(command=["python", "server.py"]) as tools:
         trainer = GRPOTrainer(..., tools=[*tools, my_function])
 
-The client runs in a separate event loop in a thread. A session ends with `close`, with the `with` statement, when its
-tools are garbage collected, or at the latest when the program ends.
+A session ends with `close` or the `with` statement, or when its tools are garbage collected, or with the program.
 """
 
 import asyncio
@@ -51,8 +50,8 @@ def mcp_tools(command: Sequence[str] | None = None, url: str | None = None, *, s
     `names` selects tools, all by default; `prefix` is put before each name, for two servers with a tool of the same
     name. `env` holds environment variables for the command, in addition to those that the library passes on.
 
-    Raises ValueError unless exactly one of `command`, `url` and `server` is given, and for an unknown name, ImportError
-    without the library, and ToolOutage if the server does not answer within `start_seconds`.
+    Raises ValueError for an unknown name, or unless exactly one server is given; ImportError without the library; and
+    ToolOutage if the server does not answer within `start_seconds`.
     """
     sources = [source for source in (command, url, server) if source is not None]
     if len(sources) != 1 or not sources[0] or isinstance(command, str):
@@ -125,7 +124,7 @@ class MCPSession:
 
 
 async def serve(client: Any, stop: asyncio.Event, ready: "Future[tuple[asyncio.Task[Any], list[Any]]]") -> None:
-    """Keep a session open until `stop` is set. It does not refer to the MCPSession, which can be garbage collected."""
+    """Keep a session open until `stop` is set. A method would keep the MCPSession from being garbage collected."""
     try:
         async with client:
             task: Any = asyncio.current_task()
@@ -180,7 +179,7 @@ def text_of(result: Any) -> str:
 
 
 def innermost(error: BaseException) -> str:
-    """Return the first error inside nested exception groups, which the library's tasks raise, as text."""
+    """Return the first error inside nested exception groups as text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return described(error)

@@ -114,7 +114,7 @@ class Parser:
         return Reading(thoughts + ("" if calls and not self.form.open and AROUND.fullmatch(said) else said), calls)
 
     def pieces_of_ids(self, ids: Sequence[int]) -> list[Piece]:
-        """Return marks and the text between them. If a mark is a token, its characters in other tokens are text."""
+        """Return marks and the text between them. A mark that is a vocabulary token is not looked for in text."""
         pieces: list[Piece] = []
         for token, run in groupby(ids, lambda token: token if token in self.tokens else None):
             if token is not None:
@@ -136,7 +136,7 @@ class Parser:
         return joined(pieces[:end + 1]), pieces[end + 1:], []
 
     def parts(self, pieces: list[Piece], faults: list[str]) -> Iterator[tuple[bool, str]]:
-        """Yield (inside a call, text). The last closing mark may be missing if the call is complete."""
+        """Yield pairs (is inside a call, text). The last closing mark may be missing if the call is complete."""
         inside: list[str] | None = None
         for mark, text in [*pieces, (self.form.open, "")]:
             if mark and mark in (self.form.open, self.form.close):
@@ -169,13 +169,12 @@ class Parser:
         yield False, text[at:]
 
     def is_unmarked(self, said: str) -> bool:
-        """Return True if text outside marks looks like a call."""
         listed = LISTED.match(said)
         return UNMARKED.search(said) is not None or (listed is not None and listed[1] in self.schemas)
 
 
 def is_call(value: dict[str, Any]) -> bool:
-    """Return True for an object that is meant as a call, also in OpenAI's form, which the parser then refuses."""
+    """Return True if a JSON object is meant as a call, even if the parser then refuses it."""
     if "name" in value:
         return value.get("type") == "function" or any(key in value for key in ARGUMENTS)
     return isinstance(value.get("function"), dict) or next(iter(value), None) in ARGUMENTS
@@ -193,7 +192,6 @@ def joined(pieces: Sequence[Piece]) -> str:
 
 
 def unreadable(why: str, example: str) -> str:
-    """Return the error message to the policy about a malformed call."""
     return f"error: the tool call could not be read: {why}. Write it like this:\n{example}"
 
 

@@ -16,9 +16,7 @@ logger = logging.getLogger(__name__)
 
 def python_tool(isolation: str | None = None, limits: Limits | None = None) -> Callable[[str], str]:
     """Return a tool `python(code)` that returns what the program prints. Each call runs in a new process and an empty
-    folder.
-
-    `isolation`: None uses bubblewrap; "process" is an opt-in to less protection. `limits` apply to each call. Raises
+    folder, within `limits`. `isolation` None uses bubblewrap, and "process" is an opt-in to less protection. Raises
     SandboxError, with advice, if no sandbox works, and ValueError for an unknown isolation."""
     sandbox = open_sandbox(isolation, limits)
 
@@ -54,8 +52,7 @@ def printed_by(code: str, sandbox: Sandbox) -> str:
 
 
 def started(code: str, sandbox: Sandbox) -> Worker:
-    """Return a process for the program. A second try is made, as resources may be short for a moment; then
-    ToolOutage."""
+    """Return a process for the program; ToolOutage if two tries fail."""
     try:
         try:
             return sandbox.start("program", code, stdin="")

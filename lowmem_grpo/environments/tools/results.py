@@ -28,17 +28,14 @@ class ToolError(Exception):
 
 
 class ToolOutage(RuntimeError):  # noqa: N818, says what happened
-    """A tool that fails whatever its arguments are, for example because its server is gone. The policy gets no message
-    about the failure, because it is not the policy's fault."""
+    """A tool that fails whatever its arguments are, as when its server is gone. The policy gets no message about it."""
 
 
 class FinalResult(str):
-    """A text that a tool returns to end the episode, for example when it submits an answer. The policy gets no further
-    turn, but the other calls of the same turn are run. To other code, such as TRL, it is an ordinary text."""
+    """A text that a tool returns to end the episode. Other calls of the same turn are still run."""
 
 
 def refuse_images(content: Any, source: str) -> None:
-    """Raise DataError if a part of a message's content is an image; the error names `source`."""
     if any(part.get("type") in IMAGE_PARTS for part in content if isinstance(part, dict)):
         raise DataError(f"{source} gave an image, and images are not supported: only text is trained here. "
                         "Return what it shows as text")
@@ -92,16 +89,14 @@ def described(error: BaseException) -> str:
 
 
 class TokenLimit:
-    """A thread-safe cutter of texts to `most` tokens. It has a copy of the tokenizer, because a tokenizer keeps the
-    options of its last call, so that threads must not share one."""
+    """A thread-safe cutter of texts to `most` tokens, with its own copy of the tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
         self.tokenizer, self.most, self.lock = copy.deepcopy(tokenizer), most, threading.Lock()
 
     def cut(self, text: str) -> str:
-        """Return the text if it has at most `most` tokens, else its head and tail around a note of what was left out.
-        Of a long text, only the parts that may be kept are encoded. A lone surrogate, which no tokenizer accepts,
-        becomes a question mark."""
+        """Return the text if it has at most `most` tokens, else its head and tail around a note of what was left out. A
+        lone surrogate, which no tokenizer accepts, becomes a question mark."""
         text = HALF.sub("?", text)
         bound = min(MOST_CHARACTERS * self.most, len(text))
         with self.lock:
@@ -113,13 +108,11 @@ class TokenLimit:
             return next((note for note in (joined(text, 0).strip(), "...") if self.fits(note)), "")
 
     def fits(self, text: str) -> bool:
-        """Return True if the text has at most `most` tokens. Text like a special token is counted as plain text."""
         ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return len(ids) <= self.most
 
 
 def joined(text: str, kept: int) -> str:
-    """Return the text's head and tail, `kept` characters in all, around a note."""
     head = (kept + 1) // 2
     tail = text[len(text) - (kept - head):]
     return f"{text[:head]}\n[... {len(text) - kept} characters left out ...]\n{tail}"

@@ -1,7 +1,4 @@
-"""The tools of a run or an episode: their schemas for the chat template, and running the policy's calls.
-
-A tool is a function that a policy may call, with the schema that the chat template shows to the policy.
-"""
+"""The tools of a run or an episode: their schemas for the chat template, and running the policy's calls."""
 
 import inspect
 import re
@@ -38,7 +35,7 @@ def add(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool: a function and its schema."""
+    """A function that the policy may call, and the schema that the chat template shows to the policy."""
 
     name: str
     schema: dict[str, Any]  # OpenAI's format: {"type": "function", "function": {"name", "description", "parameters"}}
@@ -57,8 +54,7 @@ class ToolSchemaError(ValueError):
 
 
 def tool_of(function: Any) -> Tool:
-    """Return the tool of a function, bound method or async function; a Tool is returned as it is. ToolSchemaError if it
-    cannot be a tool."""
+    """Return a function or bound method, plain or async, as a Tool. ToolSchemaError if it cannot be a tool."""
     if isinstance(function, Tool):
         return checked_name(function)
     name = getattr(function, "__name__", None)
@@ -76,7 +72,6 @@ def tool_of(function: Any) -> Tool:
 
 
 def checked_name(tool: Tool) -> Tool:
-    """Return the tool; ToolSchemaError if its name is not allowed."""
     if not NAME.fullmatch(tool.name):
         raise ToolSchemaError(f"a tool cannot be called {tool.name!r}: a name begins with a letter and has letters, "
                               "digits, _, . and - after it, 64 at most; rename the function")
@@ -168,10 +163,9 @@ class Toolbox:
         return Reading(text) if self.parser is None else self.parser.read(completion_ids, text)
 
     def run(self, call: ToolCall, make: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> str:
-        """Return the result of a call as text, cut to the limit; a FinalResult stays a FinalResult. `make` calls a
-        function, and takes the arguments of `WorkerJob.call`. ToolError, with its message cut to the limit, if the call
-        fails; ToolOutage if the tool is broken, LateError if it takes too long, and DataError if it returns an
-        image."""
+        """Return a call's result as text, cut to `max_tokens`. `make` calls the function, and takes the arguments of
+        `WorkerJob.call`. Raises ToolError, whose message the policy reads, if the call fails, ToolOutage if the tool is
+        broken, LateError if it takes too long, and DataError if it returns an image."""
         tool = self.tools.get(call.name)
         try:
             if tool is None:
@@ -192,7 +186,6 @@ class Toolbox:
 
 
 def named(tools: list[Tool]) -> dict[str, Tool]:
-    """Return the tools by name. ValueError for a duplicate name."""
     by_name: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in by_name:
@@ -202,5 +195,4 @@ def named(tools: list[Tool]) -> dict[str, Tool]:
 
 
 def shared(function: Any) -> Any:
-    """Return a bound method's underlying function, which is the same for all instances; other functions unchanged."""
     return getattr(function, "__func__", function)

@@ -1,9 +1,6 @@
-"""`Chart`: metrics over the steps of a run, with smoothing, and downsampled to the points that a page draws; and the
-colours of charts, pages, notebooks and the pictures in docs/.
-
-Lines and verdicts are distinguishable with each kind of colour blindness, on light and dark pages; verdicts also have
-a sign. Memory components are too many for that: they appear in the order of their legend.
-"""
+"""Charts of metrics over a run's steps, smoothed and downsampled, and the colours of charts, pages and pictures.
+Colours of lines and verdicts are distinguishable with each kind of colour blindness, on light and dark pages. Memory
+components are too many for that; they appear in the order of their legend."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -121,7 +118,6 @@ def window(steps: int) -> int:
 
 
 def smooth(values: list[float], around: int) -> list[float]:
-    """Return the moving average over up to `around` neighbours on each side."""
     return [fmean(values[max(0, place - around) : place + around + 1]) for place in range(len(values))]
 
 

@@ -68,7 +68,6 @@ FAMILIES = ("rewards/", "verdicts/", "episodes/")
 
 
 def is_drawn(name: str) -> bool:
-    """Return whether the page of a run shows this metric."""
     return name in DRAWN or name in TOLD or name.startswith(FAMILIES)
 
 
@@ -129,8 +128,7 @@ def reward_chart(rows: list[Record]) -> Chart:
 
 
 def comparison(runs: dict[str, list[Chart]]) -> list[Chart]:
-    """Return the charts that compare runs: one per title that any run has, with each run's main line under the run's
-    name. Evaluations, bands and stacked charts are left out."""
+    """Return a chart per title, with the main line of each run's chart of that title. Stacked charts are left out."""
     titles = dict.fromkeys(chart.title for charts in runs.values() for chart in charts if not chart.stacked)
     compared = []
     for title in titles:
@@ -158,9 +156,7 @@ def measured(summary: Record) -> dict[str, tuple[int, float, tuple[float, float]
 
 
 def accuracy_chart(completions: list[Record], summary: Record) -> Chart:
-    """Return the chart of the accuracy in training, and on held-out problems before and after training. An answer is
-    right if the reward function that the summary names pays more than 0. If the summary names none, each function that
-    pays only 0 and 1 has a line."""
+    """Return the chart of the accuracy in training, and on held-out problems before and after training."""
     sampled = [line for line in completions if "replayed_from" not in line]
     lines = [Line(f"sampled in training ({name})", shares(sampled, name)) for name in deciding(sampled, summary)]
     tests = measured(summary).values()
@@ -182,7 +178,7 @@ def baselines(summary: Record) -> dict[str, float]:
 
 
 def deciding(completions: list[Record], summary: Record) -> list[str]:
-    """Return the reward functions that decide what is right: the one in the summary, or all that paid only 0 and 1."""
+    """Return the reward functions that decide what is right: the summary's, else all that paid only 0 and 1."""
     paid: dict[str, set[float]] = {}
     for line in completions:
         for name, value in (line.get("rewards") or {}).items():

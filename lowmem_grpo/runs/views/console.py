@@ -32,7 +32,6 @@ class AnyText:
         return getattr(stream, "rich_proxied_file", stream)
 
     def write(self, text: str) -> Any:
-        """Write a text, with "?" for characters that the encoding lacks."""
         stream = self.find_stream()
         encoding = getattr(stream, "encoding", None) or "utf-8"
         return stream.write(text.encode(encoding, "replace").decode(encoding))
@@ -84,7 +83,6 @@ def plain(value: Any) -> Text:
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return a text, cut in the middle if it has more than `longest` characters."""
     half = longest // 2
     return text if len(text) <= longest else f"{text[:half]}\n...\n{text[-half:]}"
 
@@ -119,7 +117,7 @@ def verdict(right: bool | None) -> Text:
 def answers_table(
     names: Sequence[str], rows: Iterable[tuple[str, Any, Sequence[tuple[str, bool | None]]]], longest: int = 10**6
 ) -> Table:
-    """Return a table of prompt, expected and each model's (answer, right), texts cut to about `longest` characters."""
+    """Return a table of prompts with expected answers, and of each model's answers and whether they are right."""
     table = Table(box=SIMPLE, show_lines=True, expand=True)
     for name in names:
         table.add_column(name, ratio=1, overflow="fold")
@@ -141,7 +139,7 @@ def print_samples(console: Console, samples: Sequence[dict[str, Any]]) -> None:
 def print_accuracy(
     console: Console, before: float, after: float, problems: int, change: tuple[float, float] | None = None
 ) -> None:
-    """Print the accuracy before and after training (0 to 1) with Wilson intervals, and the `change`'s interval."""
+    """Print the accuracy (0 to 1) before and after training, and the difference, whose interval is `change`."""
     for label, accuracy in (("before", before), ("after", after)):
         low, high = wilson_interval(accuracy, problems)
         interval = f"95% interval {low:.1%} to {high:.1%}"

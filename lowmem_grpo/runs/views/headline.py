@@ -29,8 +29,7 @@ PREFIX = "alarms/"
 
 
 def headline(name: str, rows: list[Record], summary: Record, missing: list[str], state: str = "") -> Record:
-    """Return title, status, the ending of a run that ended early, accuracy, and tiles. `missing` describes records that
-    do not exist; `state` (running, killed or silent) overrides the summary's status."""
+    """Return the top of a run's page. `state` (running, killed or silent) overrides the summary's status."""
     status = state or str(summary.get("status") or "running")
     about = [summary.get("model"), "supervised fine-tuning" if taught(summary) else None,
              name if summary.get("recipe") else None]

@@ -1,6 +1,5 @@
-"""The live view of a run in the terminal: progress, metrics over time, time and memory; one plain line per log if
-piped. The panel is redrawn at each log, not by a thread, since a forked reward function could inherit a thread's lock.
-Text of the model is escaped: it neither styles the terminal nor sends it control characters."""
+"""The live view of a run in the terminal, redrawn at each log; one plain line per log if piped. No thread redraws it,
+since a forked reward function could inherit the thread's lock."""
 
 import math
 import re
@@ -46,7 +45,7 @@ EPISODE_LINES = 12
 
 
 class StepTimes:
-    """The times of steps. The first step includes warm-up, so it counts only until the second step is done."""
+    """The times of steps. The first step includes warm-up, so its time is used only until the second step is done."""
 
     def __init__(self) -> None:
         self.start_at(0)
@@ -55,7 +54,6 @@ class StepTimes:
         self.marks = [(step, time.monotonic())]
 
     def mark(self, step: int) -> None:
-        """Record that `step` steps are done; a second call with the same step does nothing."""
         if step != self.marks[-1][0]:
             self.marks = [*self.marks[:2], (step, time.monotonic())]
 
@@ -121,13 +119,11 @@ class LiveView:
         self.close()
 
     def close(self) -> None:
-        """Stop drawing; the last panel stays. A second call does nothing."""
         live, self.live = self.live, None
         if live is not None:
             live.stop()
 
     def time_left(self) -> str:
-        """Return the time left as text, from the mean time of this start's steps without the first; or "unknown"."""
         left = self.step_times.left(self.max_steps)
         return "unknown" if left is None else time_text(round(left))
 
@@ -181,13 +177,11 @@ class LiveView:
         return table
 
     def curves(self, logged: Iterable[str]) -> list[tuple[str, str, str]]:
-        """Return (key, label on the panel, label in a line) of the metrics to show, the most important first, including
-        metrics that were never logged."""
+        """Return (key, label on the panel, label in a line) of all metrics to show, the most important first."""
         functions = [(key, f"  {name}", name) for key in logged if (name := reward_name(key))]
         return [*self.first, ("reward", "reward", "reward"), *functions, *CURVES]
 
     def spread(self, key: str, before: str, after: str = "") -> str:
-        """Return the rewards' standard deviation between `before` and `after`; empty if the key is not "reward"."""
         spread = self.history.get("reward_std") if key == "reward" else None
         return f"{before}{spread[-1]:.3f}{after}" if spread else ""
 
@@ -253,7 +247,7 @@ class TrajectoryView(LiveView):
         self.draws = False
 
     def line(self, logs: dict[str, float]) -> str:
-        """Return a step's line; without a loss, the caller's metrics. Unknown max_steps and time left are omitted."""
+        """Return a step's line, without unknown max_steps and time left; a log without a loss shows all its metrics."""
         if "loss" not in logs:
             own = (f"{name} {shown(name, value)}" for name, value in logs.items() if name not in ("step", "epoch"))
             return "  ".join([f"step {logs['step']:.0f}", *own])

@@ -1,5 +1,4 @@
-"""Pictures for a notebook: a run's curves, accuracies with intervals, answers side by side, memory bars. Curves are
-those of the report page, in an iframe that isolates its scripts; model text is escaped."""
+"""Pictures for a notebook: a run's curves, accuracies with intervals, answers side by side, memory bars."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -128,8 +127,7 @@ def part(share: float, colour: str, words: str = "") -> str:
 
 
 def samples(rows: list[dict[str, Any]], models: Mapping[str, Answers], shown: int = 4) -> Picture:
-    """Return a table of each model's first answer to `shown` prompts: some of each kind (see `changed_first`),
-    preferably those whose verdict changed from the first model to the last. `rows` are the answered rows."""
+    """Return a table of each model's first answer to `shown` of the prompts in `rows`, chosen by `changed_first`."""
     body, lines = "", []
     first, *_, last = [*models.values()] * 2
     pairs = [(old[0], new[0]) for old, new in zip(first.right, last.right, strict=True)][: len(rows)]

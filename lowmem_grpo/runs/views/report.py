@@ -65,7 +65,6 @@ def write_report(run_dir: Path) -> Path:
 
 
 def from_summary(make: Callable[[Record], Shown], summary: Record) -> Shown:
-    """Return `make(summary)`, or `make({})` if the summary is malformed."""
     try:
         return make(summary)
     except UNFIT:
@@ -86,13 +85,11 @@ def rows_of_run(run_dir: Path) -> list[Record]:
 
 
 def completions_of_run(run_dir: Path) -> list[Record]:
-    """Return all logged completions; [] if there are none."""
     path = run_dir / COMPLETIONS
     return read_lines(path) if path.is_file() else []
 
 
 def summary_of_run(run_dir: Path) -> Record:
-    """Return the run's summary; empty if it is missing or not readable."""
     try:
         return json_object((run_dir / SUMMARY).read_bytes())
     except (OSError, ValueError):
@@ -129,7 +126,6 @@ def missing(run: RunSnapshot, summary: Record) -> list[str]:
 
 
 def left_out(kept: int, logged: int) -> str:
-    """Return a note if the page lacks some of the completions; empty if it has all."""
     if not kept:
         return f"None of {logged:,} completions fits into this page." if logged else "No completions logged yet."
     capped = f"{logged:,} completions were logged; this page holds {kept:,} of them, spread evenly over the steps."
@@ -149,7 +145,6 @@ def before_and_after_training(summary: Record) -> Record | None:
 
 
 def verdicts(sample: Record) -> tuple[bool | None, bool | None]:
-    """Return (right before, right after); (None, None) if either is unknown."""
     before, after = sample.get("right_before"), sample.get("right_after")
     return (None, None) if before is None or after is None else (bool(before), bool(after))
 
@@ -174,7 +169,6 @@ def served_page(data: Mapping[str, Any]) -> str:
 
 
 def plain_page(title: str, content: str, head: str = "") -> str:
-    """Return a page that shows only `content`, which is HTML."""
     return html_page(title, LINKS.partition("<script")[0] + head,
                      f'<main class="alone"><h1>{escape(title)}</h1>{content}</main>')
 
@@ -189,7 +183,6 @@ def body(data: Mapping[str, Any]) -> str:
 
 
 def style() -> str:
-    """Return the style sheet: colours, the page's styles, and those of uPlot."""
     keys = "".join(f".l{place}{{--own:var(--line{place})}}" for place in range(len(LINES)))
     return f"{css()}{keys}\n{asset('page/page.css')}{asset('uplot/uPlot.min.css')}"
 

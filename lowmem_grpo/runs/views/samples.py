@@ -28,7 +28,7 @@ OF_TURN: dict[str, Any] = {
 
 
 def shown_sample(record: Record) -> Record:
-    """Return the shown part of a completion's line; for an episode its turns, which include the completion's text."""
+    """Return the part of a completion's record that a page shows; an episode shows turns instead of a completion."""
     sample = fields_of(record, OF_SAMPLE, LONGEST)
     if not isinstance(record.get("prompt"), str | None):
         sample["prompt"] = clipped(json.dumps(record["prompt"], ensure_ascii=False), LONGEST)
@@ -42,8 +42,7 @@ def shown_sample(record: Record) -> Record:
 
 
 def shown_turns(turns: list[Record]) -> list[Record]:
-    """Return the shown part of an episode's turns. Texts are cut to about `TEXTS * LONGEST` characters in all, and the
-    middle turns are left out beyond `MOST_TURNS`."""
+    """Return at most `MOST_TURNS` turns of an episode for a page, with about `TEXTS * LONGEST` characters in all."""
     half = MOST_TURNS // 2
     numbered = [{"number": number, **turn} for number, turn in enumerate(turns, start=1)]
     kept = numbered if len(turns) <= MOST_TURNS else [*numbered[:half], *numbered[-half:]]
@@ -73,12 +72,10 @@ def fields_of(record: Record, kinds: dict[str, Any], longest: int) -> Record:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return whether a value has this type and, if it is a number, is small enough to be drawn."""
     return isinstance(value, kind) and (kind is not NUMBER or abs(value) < LARGEST)
 
 
 def clipped(text: str, longest: int) -> str:
-    """Return a text, cut in the middle with a note if it has more than `longest` characters."""
     half = longest // 2
     left_out = len(text) - 2 * half
     return text if len(text) <= longest else f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"
@@ -142,7 +139,6 @@ class Reservoir:
             self.kept = fewer if 0 < len(fewer) <= self.limit else self.kept[: self.limit // 2]
 
     def samples(self) -> list[Record]:
-        """Return the samples that were kept, and the newest samples, in the order of the steps."""
         steps = {sample["step"] for sample in self.kept}
         return sorted([*self.kept, *(sample for sample in self.tail if sample["step"] not in steps)],
                       key=lambda sample: sample["step"])

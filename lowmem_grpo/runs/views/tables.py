@@ -120,7 +120,7 @@ def rows_table(plan: MemoryPlan) -> Table:
 
 
 def time_table(time: TimePlan) -> Table:
-    """Return a table of each part's seconds, and what they are spent on."""
+    """Return a table of the estimated seconds of each part of a step."""
     table = Table(title="A step's time (estimated, not measured)", title_justify="left", show_footer=True)
     table.add_column("part", footer="together")
     table.add_column("seconds", footer=f"{time.step_seconds or 0.0:.2f}", justify="right")

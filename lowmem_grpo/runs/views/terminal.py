@@ -54,13 +54,11 @@ def plain_errors() -> Iterator[None]:
 
 
 def was_given(option: str) -> bool:
-    """Return whether this option (by its Python name) was given on the command line."""
     return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.COMMANDLINE
 
 
 def is_ours(trace: Any, through_python: bool = False) -> bool:
-    """Return whether this package, not a library, raised an error. For a library's error, users need the traceback.
-    With `through_python`, an error of the standard library counts too, if this package called it."""
+    """Return whether this package raised an error, itself or (`through_python`) in a call of the standard library."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
     while through_python and (files[-1].startswith("<frozen") or Path(files[-1]).is_relative_to(PYTHONS)):
         files.pop()
@@ -68,7 +66,6 @@ def is_ours(trace: Any, through_python: bool = False) -> bool:
 
 
 def columns(most: int) -> int:
-    """Return the terminal's width in characters, at most `most`."""
     return min(most, shutil.get_terminal_size((most, 24)).columns)
 
 
@@ -78,7 +75,6 @@ def fitting(text: str, stream: Any) -> str:
 
 
 def between_words(text: str, width: int) -> str:
-    """Wrap a text to lines of at most `width` characters; longer words stay whole."""
     return "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
                      for line in text.splitlines())
 
@@ -91,7 +87,7 @@ class BetweenWords(logging.Formatter):
 
 
 class CurrentStderr(logging.StreamHandler):
-    """A log handler that writes to the current sys.stderr, which a live view redirects to the lines above it."""
+    """A log handler that writes to the current sys.stderr, even if a live view has replaced it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
