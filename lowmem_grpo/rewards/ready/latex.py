@@ -38,7 +38,6 @@ ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "√": 1, "^": 1, "_": 1}
 
 
 def tokens_of(answer: str) -> tuple[str, ...]:
-    """Return the tokens of an answer."""
     text = signs_in_latex(answer.strip()).translate(SIGNS)
     text = text.strip("$") if text.startswith("$") and text.endswith("$") else text
     for written, meant in WRITTEN.items():
