@@ -90,8 +90,7 @@ def as_messages(parts: Parts, groups: list[RolloutGroup]) -> list[list[dict[str,
 
 
 def assign_advantages(groups: list[RolloutGroup], rewards_PG: Tensor) -> None:
-    """Set each rollout's advantage relative to its group: A = r - mean(r), without the division by the standard
-    deviation, as in Dr. GRPO (arXiv 2503.20783)."""
+    """Set each rollout's advantage: A = r - mean(r) over its group, as in Dr. GRPO (arXiv 2503.20783)."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     for group, advantages_G in zip(groups, advantages_PG.tolist(), strict=True):
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True):

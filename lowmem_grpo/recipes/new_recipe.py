@@ -1,8 +1,5 @@
-"""Generate a recipe for a user's data: recognize the kind of its answers, and fill a template.
-
-The template, assets/new_recipe/recipe.txt, has the code for each kind: a verifier, and an example of the user's own
-reward function.
-"""
+"""Generate a recipe for a user's data: recognize the kind of the answers, and fill the template
+assets/new_recipe/recipe.txt."""
 
 import json
 import os
@@ -54,7 +51,6 @@ class NewRecipe:
     marks: str = ""  # the marks of choices in the question, such as "ABCD"; empty for none
 
     def text(self) -> str:
-        """Return the recipe's source."""
         more = [column.strip().lower() for column in self.columns.more]
         return fill_template(
             "recipe.txt", **vars(self), system=KINDS[self.kind][1], shown=self.shown, place=self.place,
@@ -148,12 +144,10 @@ def marks_of(kind: str, answers: list[str]) -> str:
 
 
 def mostly(texts: list[str], suits: Callable[[str], bool], share: float = MOSTLY) -> bool:
-    """Return whether `suits` is true of at least this share of the texts."""
     return sum(map(suits, texts)) >= share * len(texts)
 
 
 def is_json(answer: str) -> bool:
-    """Return whether the answer is a JSON object or list."""
     try:
         return answer[:1] in "{[" and isinstance(json.loads(answer), dict | list)
     except (ValueError, RecursionError):
@@ -170,5 +164,4 @@ def has_latex(answer: str) -> bool:
 
 
 def is_math(answer: str) -> bool:
-    """Return whether the answer is a boxed solution, a number, or a short text with LaTeX."""
     return boxed(answer) is not None or is_number(answer) or (has_latex(answer) and len(answer) <= 2 * SHORT[1])

@@ -93,8 +93,7 @@ class RewardModel(Reward):
     # Placement
 
     def load(self, device: torch.device) -> None:
-        """Load the model if it was passed by name. If `device` (the policy's) is a GPU, score there, and keep the model
-        on the host."""
+        """Load the model if it was passed by name. If `device`, the policy's, is a GPU, score on it from now on."""
         if self.model is None:
             target = device if "quantization_config" in self.init else torch.device("cpu")
             self.model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -191,8 +190,7 @@ class RewardModel(Reward):
         return [done[row] for row in range(len(texts))]
 
     def first(self, waiting: list[int], lengths: list[int]) -> list[int]:
-        """Return the next batch of the `waiting` rows, which are sorted by length: at most TOKENS tokens, or a single
-        row."""
+        """Return the next batch of the `waiting` rows, shortest first: at most TOKENS tokens, or a single row."""
         fitting = [count for count, row in enumerate(waiting, 1) if count * lengths[row] <= TOKENS]
         return waiting[: self.bound.under(max(fitting, default=1))]
 

@@ -1,5 +1,4 @@
-"""The environment in which a policy answers questions by searching mails: tools to search, read and answer, the reward,
-and two scripted players as baselines."""
+"""The environment of the recipe `inbox`: tools to search, read and answer, the reward, and two scripted players."""
 
 import random
 import re
@@ -95,7 +94,6 @@ class Inbox:
 
 
 def line(hit: Hit) -> str:
-    """Return a search result as the policy sees it."""
     shown = (hit.sender, hit.date, hit.subject, hit.snippet) if hit.snippet else (hit.subject,)
     return " | ".join((str(hit.id), *shown))
 
@@ -122,7 +120,6 @@ def says(answer: str, expected: str) -> bool:
 
 
 def earned(environments: list[Any], **kwargs: Any) -> list[float]:
-    """Return what each episode earned; a reward function."""
     return [environment.earned for environment in environments]
 
 
@@ -182,7 +179,6 @@ def ids_in(results: str) -> list[int]:
 
 
 def played(player: Asker, row: Mapping[str, Any]) -> Inbox:
-    """Play one question; return the inbox at the end."""
     inbox, question = Inbox(), row["prompt"][-1]["content"]
     inbox.reset(**row)
     answer, sources = player(inbox, question, random.Random(f"player-{question}"))

@@ -1,6 +1,5 @@
 """Background work in daemon threads, or in an event loop in a daemon thread: an executor's threads would keep the
-program from exiting. With anyio's BlockingPortal, a coroutine that blocks would hold its caller past every time
-limit."""
+program from exiting, and anyio's BlockingPortal could be held past every time limit by a coroutine that blocks."""
 
 import asyncio
 import contextvars
@@ -18,8 +17,7 @@ Result = TypeVar("Result")
 
 
 class BackgroundLoop:
-    """An event loop in a daemon thread, started on first use. It is kept, so that async clients can be reused in later
-    calls."""
+    """An event loop in a daemon thread, started on first use, and kept so that later calls can reuse async clients."""
 
     def __init__(self, name: str) -> None:
         self.name, self.lock = name, threading.Lock()  # two threads may race to the first use

@@ -68,8 +68,7 @@ class Call:
 
     def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float,
                  groups: Sequence[int] = ()) -> None:
-        """`groups` are the indices of the groups in `lists`, empty for the whole batch. MissingColumnError for a
-        missing argument."""
+        """`groups` are the indices of the groups in `lists`, empty for the whole batch. Raises MissingColumnError."""
         self.name, self.completions = name, lists["completions"]
         self.own_limit = own_limit(func)
         self.limit = timeout if self.own_limit is None else self.own_limit

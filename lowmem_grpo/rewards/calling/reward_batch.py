@@ -216,8 +216,7 @@ def prompt_of(row: dict[str, Any], rollout: Rollout) -> Any:
 
 
 def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
-    """Return a rollout as functions get it: as text if the prompt is text (for an episode, the last turn's), else as a
-    chat."""
+    """Return a rollout as functions get it: as text if the prompt is text (an episode's last turn), else as a chat."""
     if not rollout.ending or isinstance(row.get("prompt"), str):
         return [{"role": "assistant", "content": rollout.text}] if is_chat(row.get("prompt")) else rollout.text
     turns = rollout.turns or [Turn([], [], [], "stop")]

@@ -1,5 +1,4 @@
-"""The base class of judges, and the rewards from their scores. If a judge fails on a group, the step leaves the group
-out."""
+"""The base class of judges, and the rewards from their scores. If a judge fails, the step leaves the group out."""
 
 import inspect
 import logging

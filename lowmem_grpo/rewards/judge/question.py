@@ -218,8 +218,7 @@ class Question:
 
     @property
     def user(self) -> str:
-        """The material: the task, the reference if there is one, and the answers, with a space in each control
-        token."""
+        """The material (task, reference if any, and answers), with a space in each control token."""
         parts = [("TASK", self.prompt)]
         if self.reference is not None:
             parts.append(("REFERENCE ANSWER (a guide for you; other answers can be right too)", self.reference))

@@ -118,8 +118,7 @@ class UrlJudge(Judge):
         return self.sessions[loop]
 
     async def answer(self, question: Question, now: Round) -> None:
-        """Ask a question, with up to `retries` retries until a reply has scores; store the ratings in the Round
-        `now`."""
+        """Ask a question, with `retries` retries while replies have no scores; store the ratings in the Round `now`."""
         fault: str | None = None
         for left in range(self.retries, -1, -1):
             try:

@@ -84,8 +84,7 @@ def same_boxed(text: str, label: Any) -> Verdict:
 
 
 def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
-    """Return whether an answer equals the label; None for an empty label, or if the answer differs from a label in
-    words."""
+    """Return whether an answer equals the label; None without a label, and if the answer differs from prose."""
     written = stated(label_text(label)) if label is not None else ""
     wanted = read_answer(written)
     if not wanted.tokens:

@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 def python_code(text: str) -> str | None:
     """Return the code of a completion: its last ```python block, else its last block without a language, else the
-    content of <code>, else the whole text. A block needs no closing fence, because the fence may have been a stop
-    string."""
+    content of <code>, else the whole text. A block may lack the closing fence, which may have been a stop string."""
     blocks = [(language.lower(), re.sub(f"(?m)^[ \t]{{1,{len(indent)}}}", "", code) if indent else code)
               for indent, _, language, code in FENCED.findall(text)]
     for languages in (PYTHON, ("",)):
@@ -92,8 +91,8 @@ class CodeVerifier(Verifier):
         self, completions: list[str], tests: list[Any], functions: list[Any] | None = None, skip_faulty: bool = False
     ) -> list[list[TestVerdict] | None]:
         """Return the verdicts on the tests of each of N completions; None for a row without tests, or if the code did
-        not begin in time. ValueError for tests that cannot be read; with `skip_faulty`, None instead. SandboxError if
-        the sandbox stops working."""
+        not begin in time. ValueError for unreadable tests (None with `skip_faulty`), SandboxError if the sandbox
+        breaks."""
         rows = [None if is_absent(row) else (as_python(row), function_in(name)) for row, name in
                 zip(tests, functions or [None] * len(tests), strict=True)]
         known = {repr(row): row for row in rows if row is not None}

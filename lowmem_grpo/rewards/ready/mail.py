@@ -13,9 +13,8 @@ GREETING_LINES = 2  # lines at the top of a mail that may hold the recipient's n
 
 
 def email_rewards(signature: str, longest_words: int = 150) -> list[Reward]:
-    """Return the five rewards of the e-mail example. Each pays at most 1, but `too_long` pays -1 for a reply of more
-    than `longest_words` words. The dataset needs the columns `keyword`, `ideal` (a perfect reply) and `recipient` (a
-    name)."""
+    """Return the five rewards of the e-mail example. Each pays at most 1; `too_long` pays -1 above `longest_words`
+    words. The dataset needs the columns `keyword`, `ideal` (a perfect reply) and `recipient` (a name)."""
     return [keyword_present(), ideal_answer(), too_long(longest_words, "words"), recipient_named(), signed(signature)]
 
 

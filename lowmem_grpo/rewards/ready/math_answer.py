@@ -35,8 +35,7 @@ class MathWorker:
         self.known: dict[tuple[str, str], bool] = {}
 
     def ask(self, label: str, answer: str) -> bool:
-        """Return whether label and answer are equal, from the cache if known. TooSlowError if the comparison takes too
-        long."""
+        """Return whether label and answer are equal. TooSlowError if the comparison takes too much time or memory."""
         with self.lock:
             if (label, answer) not in self.known:
                 self.start()

@@ -162,8 +162,7 @@ def equal(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
 
 
 def equal_lists(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether the values of label and answer match in any order, under the same names if there are several (a=1,
-    b=2)."""
+    """Return whether label and answer have the same values in any order, and the same names if several (a=1, b=2)."""
     names = [{part.name for part in value.parts if part.name} for value in (label, answer)]
     if max(map(len, names)) > 1 and names[0] != names[1]:
         return False
@@ -256,8 +255,7 @@ def starts_unit(token: str) -> bool:
 
 
 def is_of_value(token: str) -> bool:
-    """Return whether a token may belong to the value before a unit. A function's name may not: in cos m, m is no
-    unit."""
+    """Return whether a token may precede a unit. A function's name may not: the m in cos m is no unit."""
     return token in OF_VALUES or token[0] in OF_VALUES or (len(token) == 1 and token.isalpha())
 
 

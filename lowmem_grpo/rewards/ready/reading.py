@@ -55,9 +55,8 @@ def last_line(text: str) -> str | None:
 
 
 def in_tag(opening: str, closing: str | None = None) -> Place:
-    """Return a function that finds the content of the last complete pair of tags in a text: `in_tag("answer")` for
-    <answer>...</answer>, or `in_tag("<SOLUTION>", "</SOLUTION>")`. ValueError for an empty tag, and for "<answer>"
-    alone."""
+    """Return a function that finds the content of the last complete pair of tags: `in_tag("answer")` for
+    <answer>...</answer>, or `in_tag("<SOLUTION>", "</SOLUTION>")`. ValueError for an empty tag, or "<answer>" alone."""
     tags = (opening,) if closing is None else (opening, closing)
     if not all(isinstance(tag, str) and tag for tag in tags) or (closing is None and "<" in opening):
         raise ValueError(f"in_tag got {opening!r} and {closing!r}; a tag has at least one character: in_tag('answer'), "
