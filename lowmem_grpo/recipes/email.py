@@ -87,7 +87,7 @@ def draw_request(rng: random.Random) -> EmailRequest:
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """Return `size` different requests of a split, with the columns that the rewards read, `prompt` and `answer`."""
+    """Return `size` different requests of a split, with `prompt`, `answer` and the columns that the rewards read."""
     return Dataset.from_list([
         {"prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request.text}],
          "recipient": request.recipient, "keyword": request.keyword, "ideal": request.ideal, "answer": request.ideal}

@@ -1,5 +1,4 @@
-"""Generate a recipe for a user's data: recognize the kind of the answers, and fill the template
-assets/new_recipe/recipe.txt."""
+"""Generate a recipe for a user's data: recognize the kind of the answers, and fill assets/new_recipe/recipe.txt."""
 
 import json
 import os
@@ -120,7 +119,7 @@ def texts_of(rows: list[dict[str, Any]], column: str) -> list[str]:
 
 
 def kind_of(answers: list[str]) -> str:
-    """Return the first kind that fits most of the answers; if none does, "text" for short answers, else "long"."""
+    """Return the kind of most answers, such as "number"; if no kind fits, "text" for short answers, else "long"."""
     suits: dict[str, Callable[[str], bool]] = {
         "marked": lambda answer: "####" in answer and read_number(answer.rpartition("####")[2]) is not None,
         "code": holds_tests, "json": is_json, "number": is_number,

@@ -121,7 +121,7 @@ def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
 
 
 def typed(owner: type, name: str, text: str) -> Any:
-    """Return `text` converted to the field's type. "null" is None, and so is "none" except in NONE_IS_A_CHOICE."""
+    """Return `text` converted to the field's type. "null" is None, and so is "none" unless in NONE_IS_A_CHOICE."""
     hint = get_type_hints(owner)[name]
     adapter: TypeAdapter[Any] = TypeAdapter(hint)
     if text.lower() == "null" or (text.lower() == "none" and name not in NONE_IS_A_CHOICE):

@@ -61,8 +61,8 @@ class OwnData:
         return self.read(self.source, self.split)
 
     def read(self, source: str | Path, split: str) -> Dataset:
-        """Return the usable rows of a source; warn of others. ValueError for a missing column, or fewer than two
-        rows."""
+        """Return the usable rows of a source; a warning counts the others. ValueError for a missing column, or for
+        fewer than two usable rows."""
         raw = read_rows(str(source), split)
         made = [self.made(row, source) for row in raw]
         wrong = [flaw(row, self.reads) for row in made]

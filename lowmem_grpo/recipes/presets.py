@@ -106,7 +106,7 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
 
 
 def planned(setup: Setup, card: Device) -> MemoryPlan:
-    """Return the memory plan of a run on a card, before the model is loaded. ValueError for an unknown model."""
+    """Return the memory plan of a run on a card, before the model is loaded. ValueError for an unsupported model."""
     config = setup.config
     return plan(config_of(setup.model), RunSettings(
         setup.max_seq_length, config.completions_per_prompt, setup.lora_rank, setup.load_in_4bit, setup.load_in_fp8,
@@ -190,8 +190,8 @@ def choose(gpu: str, presets: Presets) -> tuple[str, Preset]:
 
 
 def fitting_size(presets: Presets) -> str:
-    """Return the largest preset size that fits this machine's card; CPU without a card or card presets. ValueError for
-    a card below the smallest preset."""
+    """Return the largest preset size that fits this machine's card; CPU if there is no card, or no preset for cards.
+    ValueError for a card below the smallest preset."""
     import torch
 
     sizes = [size for size in SIZES if size in presets]

@@ -181,7 +181,7 @@ def make_demonstrations(size: int, seed: int = 0, task: Task = WORDS) -> Dataset
 
 
 def rewards(task: Task) -> list[Reward]:
-    """Return rewards: up to 1 for a near answer, 1 more for an exact one, -0.5 for an outlier, and the format's own."""
+    """Return the format's rewards, and up to 1 for a near answer, 1 more for an exact one, -0.5 for an outlier."""
     return [*task.pays, proximity(exact=1.0, outlier=-0.5, where=task.place),
             number_equal(right=1.0, wrong=0.0, where=task.place)]
 

@@ -22,7 +22,7 @@ OF_SETTINGS: dict[Any, Rule] = {float: AMOUNT, bool: TRUTH, Place: PLACE}  # by 
 
 class MeanOf(float):
     """The mean of `count` values, for `log_metric`; TRL takes it as a plain number. A plain number counts as the mean
-    over all completions of a call; use MeanOf for a mean over fewer. ValueError for a count that is not positive."""
+    over all completions of a call: use MeanOf for a mean over fewer. ValueError for a count that is not positive."""
 
     count: float
 
@@ -83,7 +83,7 @@ class Reward(ABC):
 
 def check_settings(rule: Any, column: str | None, settings: dict[str, Any]) -> None:
     """Raise ValueError for a setting that does not match its annotation in the function `rule`, for an invalid column
-    name, and for no column if `rule` has the argument `label`."""
+    name, and for a missing column if `rule` has the argument `label`."""
     kinds = getattr(rule, "__annotations__", {})
     for name, value in settings.items():
         if kinds.get(name) in OF_SETTINGS:

@@ -68,7 +68,7 @@ class Call:
 
     def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float,
                  groups: Sequence[int] = ()) -> None:
-        """`groups` are the indices of the groups in `lists`, empty for the whole batch. Raises MissingColumnError."""
+        """`groups`: indices of the groups in `lists` (none: the whole batch). MissingColumnError as in `bind`."""
         self.name, self.completions = name, lists["completions"]
         self.own_limit = own_limit(func)
         self.limit = timeout if self.own_limit is None else self.own_limit
@@ -140,8 +140,8 @@ class Call:
 
 
 def wait_for(calls: list[Call]) -> None:
-    """Wait until all calls have ended. RewardError if a call fails, TooLateError if a call exceeds its time limit;
-    either cancels the other async calls. Threads cannot be stopped."""
+    """Wait until all calls have ended. RewardError if a call fails, TooLateError if a call exceeds its time limit.
+    Either error cancels the other async calls; threads cannot be stopped."""
     try:
         while True:
             check(calls)
@@ -153,7 +153,7 @@ def wait_for(calls: list[Call]) -> None:
 
 
 def check(calls: list[Call]) -> None:
-    """Raise RewardError if a call failed, and TooLateError if a call exceeded its time limit, even if it has ended."""
+    """Raise RewardError if a call failed, and TooLateError if a call exceeded its time limit, even if it returned."""
     for call in calls:
         if call.future.done() and not isinstance(error := failure(call.future), (NoneType, OverTime)):
             first = repr(call.completions[0])[:120] if call.completions else None

@@ -107,7 +107,7 @@ def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functool
 
 
 def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
-    """Return a result as a list of floats and Nones. RewardError if it is not a list of `expected` rewards."""
+    """Return a function's result as `expected` floats or Nones. RewardError for any other result."""
     try:
         rewards = [as_number(value) for value in as_list(result)]
     except Exception as error:  # conversions of other libraries' types may raise anything

@@ -23,9 +23,9 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
     """The calls of the reward functions on a batch of prompts, some of them during sampling: the engine passes each
     finished group to `on_group`. After sampling, `settle` returns all scores, or raises the first error.
 
-    Plain functions run one after another in a single thread, so they may share state. Each call gets all finished
-    groups that the function has not scored yet. An async function is called once for each group. After a failure or
-    `close`, no call begins, but a running thread cannot be stopped: its call may last into the next batch."""
+    Plain (not async) functions run one after another in a single thread, so they may share state. Each call gets all
+    finished groups that the function has not scored yet. An async function is called once for each group. After a
+    failure or `close`, no call begins. A running thread cannot be stopped, so a call may last into the next batch."""
 
     def __init__(self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
                  clock: Clock | None = None) -> None:
@@ -216,7 +216,8 @@ def prompt_of(row: dict[str, Any], rollout: Rollout) -> Any:
 
 
 def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
-    """Return a rollout as functions get it: as text if the prompt is text (an episode's last turn), else as a chat."""
+    """Return a rollout as functions get it. If the prompt is text, that is a text, for an episode that of the last
+    turn. Otherwise it is a chat."""
     if not rollout.ending or isinstance(row.get("prompt"), str):
         return [{"role": "assistant", "content": rollout.text}] if is_chat(row.get("prompt")) else rollout.text
     turns = rollout.turns or [Turn([], [], [], "stop")]

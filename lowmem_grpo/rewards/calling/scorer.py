@@ -1,8 +1,8 @@
 """Call reward functions under TRL's contract (docs/rewards.md), each within a time limit, and check their results.
 
-Plain functions run one after another in the main thread, as in TRL, so that signal.alarm works; a signal other than
-SIGALRM ends a function that takes too long. If the scorer is called in another thread, each function runs in a daemon
-thread. Async functions run together in one event loop, also inside a notebook's running loop.
+Functions that are not async run one after another in the main thread, as in TRL, so that signal.alarm works; a signal
+other than SIGALRM ends a function that takes too long. If the scorer is called in another thread, each function runs in
+a daemon thread. Async functions run together in one event loop, also inside a notebook's running loop.
 """
 
 import logging
@@ -91,7 +91,7 @@ class RewardScorer:
 
     @property
     def required(self) -> list[str]:
-        """The `required` functions with a weight other than 0: their None leaves a group out of the step."""
+        """The `required` functions with a weight other than 0: if one returns None, the step leaves the group out."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
         return [name for name, func, weight in named if weight and getattr(contract.unwrap(func), "required", False)]
 
@@ -116,7 +116,7 @@ class RewardScorer:
         return lists
 
     def call_whole(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
-        """Call these functions, or `override` in their place, on a whole batch; return the finished calls."""
+        """Call the functions `names`, or `override` in their place, on a whole batch; return the finished calls."""
         if self.override is None or not lists["completions"]:
             return self.call_each(names, lists, state)
         others = {name: values for name, values in lists.items() if name not in OF_COMPLETIONS}
@@ -145,7 +145,7 @@ class RewardScorer:
         return [self.called[name].rewards for name in self.names]
 
     def call_each(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
-        """Call each of these functions, plain ones first, and wait. All arguments are checked before the first call."""
+        """Call the functions `names`, the async ones last and together. Arguments are checked before any call."""
         calls = [self.call(name, lists, state) for name in names]
         together = [call for call in calls if contract.is_async(self.by_name[call.name])]
         alone = [call for call in calls if call not in together]

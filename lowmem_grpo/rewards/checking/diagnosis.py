@@ -111,7 +111,7 @@ def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[st
 
 def failed(name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
            dataset: str = "dataset") -> Finding:
-    """Return the finding that a function failed. For a missing column, it lists the `columns` of the `dataset`."""
+    """Return the finding that a function failed; for a missing column, with the `columns` of the `dataset`."""
     if isinstance(error, TooLateError):
         severity = "error" if limit >= allowed else "warning"
         return Finding(severity, name, f"it did not return within {limit:g} s",
@@ -227,7 +227,7 @@ def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
 
 def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = True) -> Iterator[Finding]:
     """Report that most completions were cut off, or that few groups have signal: rewards that differ. `failures` counts
-    the functions that failed. Without `enough` groups, a lack of signal is reported only if no group has any."""
+    the functions that failed. If `enough` is False, a lack of signal is reported only if no group has any."""
     with_signal, rollouts = groups_with_signal(groups), [rollout for group in groups for rollout in group.rollouts]
     cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     if cut > MOSTLY_CUT:

@@ -1,4 +1,4 @@
-"""The base class of judges, and the rewards from their scores. If a judge fails, the step leaves the group out."""
+"""The base class of judges, and the rewards from their scores. If a judge fails, the step leaves out the group."""
 
 import inspect
 import logging

@@ -200,7 +200,7 @@ class Question:
 
     @property
     def mark(self) -> str:
-        """The mark around the material: a hash of the answers too, so that no answer can contain it."""
+        """The mark around the material: a hash of the question with its answers, so that no answer can contain it."""
         return self.key[:12]
 
     @property

@@ -174,8 +174,8 @@ def is_address(url: str) -> bool:
 
 
 async def read_body(response: Any) -> None:
-    """Read a response's body without decompression, which could make it a thousand times as large. The named charset is
-    ignored, because Python has compressing charsets too. OpenAIError for a body of more than REPLY_BYTES."""
+    """Read a response's body without decompression, which could make it a thousand times as large. The response's
+    charset is ignored, because Python has compressing charsets too. OpenAIError for a body of more than REPLY_BYTES."""
     body = bytearray()
     async for piece in response.stream:
         body += piece

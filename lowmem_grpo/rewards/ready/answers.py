@@ -84,7 +84,7 @@ def same_boxed(text: str, label: Any) -> Verdict:
 
 
 def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
-    """Return whether an answer equals the label; None without a label, and if the answer differs from prose."""
+    """Return whether an answer equals the label; None for an empty label, and for a label in words that differs."""
     written = stated(label_text(label)) if label is not None else ""
     wanted = read_answer(written)
     if not wanted.tokens:
@@ -171,7 +171,7 @@ def holds(text: str, validator: Any = None) -> bool:
 
 
 def is_valid(text: str, validator: Any) -> bool:
-    """Return whether a text is JSON that the validator accepts, or without a validator an object or a list."""
+    """Return whether a text is JSON that the validator accepts; without a validator, any JSON object or list."""
     try:
         value = json.loads(text, parse_float=finite, parse_constant=finite)
         return isinstance(value, (dict, list)) if validator is None else bool(validator.is_valid(value))

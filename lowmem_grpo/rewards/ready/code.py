@@ -90,9 +90,8 @@ class CodeVerifier(Verifier):
     def judge(
         self, completions: list[str], tests: list[Any], functions: list[Any] | None = None, skip_faulty: bool = False
     ) -> list[list[TestVerdict] | None]:
-        """Return the verdicts on the tests of each of N completions; None for a row without tests, or if the code did
-        not begin in time. ValueError for unreadable tests (None with `skip_faulty`), SandboxError if the sandbox
-        breaks."""
+        """Return each completion's verdicts on its tests; None for a row without tests, or if the code did not begin in
+        time. ValueError for unreadable tests (None with `skip_faulty`), SandboxError if the sandbox stops working."""
         rows = [None if is_absent(row) else (as_python(row), function_in(name)) for row, name in
                 zip(tests, functions or [None] * len(tests), strict=True)]
         known = {repr(row): row for row in rows if row is not None}

@@ -12,13 +12,11 @@ REASONING_TAGS = ("<start_working_out>", "<end_working_out>", "<SOLUTION>", "</S
 
 
 def format_match(tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False) -> TextVerifier:
-    """Return a verifier: each tag occurs once and in this order, with text inside each pair and only white space after
-    the last tag.
+    """Return a verifier: each tag occurs once, in order, with text inside each pair and only white space at the end.
 
     `tags` are pairs: opening, closing, opening, closing, ... If `tags` is ("<think>", "</think>"), any text may follow,
     and the thought may be empty, as in TRL's `think_format_reward`. With `opened`, the prompt ends with the first tag,
-    so the completion does not have it. ValueError for an odd number of tags, or tags that are equal or part of each
-    other.
+    so the completion does not have it. ValueError for an odd number of tags, or if a tag is part of another.
     """
     return TextVerifier("format_match", keeps_format, tags=checked(tags), opened=opened)
 

@@ -35,7 +35,7 @@ def extract_hash_answer(text: str) -> str | None:
 
 
 def correctness_reward_func(prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
-    """Return 2.0 for each completion whose <answer> equals the label, or the answer that the label states, else 0.0."""
+    """Return 2.0 for each completion whose <answer> equals the label or the answer that the label states, else 0.0."""
     extracted = [extract_xml_answer(text) for text in completion_texts(completions)]
     labels = [[form.strip() for each in labels_of(cell) for form in (
         str(each), extract_hash_answer(str(each)) or stated(str(each)))] for cell in answer]

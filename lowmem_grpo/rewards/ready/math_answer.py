@@ -114,8 +114,7 @@ class MathMatch(Verifier):
 
 
 def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
-    r"""Return a verifier: the answer, by default the content of the last \boxed{...}, is mathematically equal to the
-    label.
+    r"""Return a verifier: the answer, by default in the last \boxed{...}, is mathematically equal to the label.
 
     Equal texts and numbers are recognised at once. Other pairs are compared by math-verify in a separate process, in a
     few milliseconds for each new pair. If a comparison takes more than 2 s of CPU time, the process is killed, and the

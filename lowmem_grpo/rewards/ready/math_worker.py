@@ -38,8 +38,8 @@ def read(answer: str) -> list[sympy.Basic]:
 
 
 def agree(label: sympy.Basic, answer: sympy.Basic) -> bool:
-    """Return whether two expressions have the same value, to many digits, at one point, or one has no value there:
-    math-verify treats all tiny numbers as equal."""
+    """Return whether two expressions have the same value, to many digits, at one point (True if one of them has no
+    value there): math-verify treats all tiny numbers as equal."""
     names = sorted(label.free_symbols | answer.free_symbols, key=str)
     point = {symbol: sympy.Rational(1000 + 37 * number, 613) for number, symbol in enumerate(names)}
     wanted, value = (side.subs(point).doit().evalf(DIGITS) for side in (label, answer))

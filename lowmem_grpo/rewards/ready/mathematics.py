@@ -162,7 +162,8 @@ def equal(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
 
 
 def equal_lists(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether label and answer have the same values in any order, and the same names if several (a=1, b=2)."""
+    """Return whether the values of label and answer match in any order. If the values of one side have different names,
+    as in a=1, b=2, those of the other side must have the same names."""
     names = [{part.name for part in value.parts if part.name} for value in (label, answer)]
     if max(map(len, names)) > 1 and names[0] != names[1]:
         return False

@@ -132,8 +132,8 @@ def code_modules(nodes: list[ast.AST]) -> tuple[str, ...]:
 
 
 def free_names(nodes: list[ast.AST]) -> tuple[str, ...]:
-    """Return the names that neither test code nor Python defines. Only these come from the code under test, which so
-    cannot replace `abs` or `sorted`."""
+    """Return the names that test code uses and that neither it nor Python defines. The code under test provides only
+    these, so it cannot replace `abs` or `sorted`."""
     used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}

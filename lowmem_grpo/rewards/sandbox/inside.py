@@ -117,8 +117,8 @@ def load(name: str, loader: TextLoader, namespace: dict[str, Any]) -> ModuleType
 
 
 def tree_of_test(source: str) -> ast.Module:
-    """Return the syntax tree of test code, without statements that start pytest or unittest, and with the body of an
-    `if __name__ == "__main__"` in its place."""
+    """Return the syntax tree of test code without statements that start pytest or unittest; the body of an `if __name__
+    == "__main__"` replaces the statement."""
     tree = ast.parse(source)
     kept = [statement for node in tree.body
             for statement in (node.body if isinstance(node, ast.If) and is_main_guard(node) else [node])]

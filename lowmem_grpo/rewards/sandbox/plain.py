@@ -79,8 +79,8 @@ def decode(tree: Any, referred: Function | None = None) -> Any:
 
 def same(expected: Any, got: Any, json: bool = False) -> bool:
     """Return whether two encoded trees stand for the same value. Types must be the same (1, 1.0 and True differ),
-    except that a list equals the other sequences. Floats may differ by a relative 1e-9; NaN equals NaN. With `json`,
-    the expected value was written as JSON: numbers compare as in Python, and keys as JSON writes them."""
+    except that a list equals other sequences, such as tuples. Floats may differ by a relative 1e-9; NaN equals NaN.
+    With `json`, the expected value was written as JSON: numbers compare as in Python, and keys as JSON writes them."""
     expected, got = as_list(expected), as_list(got)
     if json:
         expected, got = as_number(expected), as_number(got)

@@ -107,7 +107,7 @@ def filter_program(machine: str) -> bytes:
 
 
 def row_of(tests: tuple[Test, ...]) -> list[Instruction]:
-    """Return instructions that allow a system call if its arguments pass all tests, and otherwise go on."""
+    """Return filter instructions that allow a system call if its arguments pass all tests, and else do nothing."""
     row: list[Instruction] = []
     for left, (argument, mask, value) in zip(reversed(range(len(tests))), tests, strict=True):
         row += [(LOAD, 0, 0, ARGUMENTS + 8 * argument), (AND, 0, 0, mask), (JUMP_EQUAL, 0, 3 * left + 1, value)]

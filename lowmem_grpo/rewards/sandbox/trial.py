@@ -53,8 +53,8 @@ class Sandbox:
 
 
 def open_sandbox(isolation: str | None = None, limits: Limits | None = None) -> Sandbox:
-    """Return a sandbox (None: bubblewrap) after a trial run. ValueError for an unknown name, SandboxError on
-    failure."""
+    """Return a sandbox with this isolation (None: bubblewrap), after a trial run. ValueError for an unknown name,
+    SandboxError if the isolation does not work here."""
     if isolation is not None and isolation not in ISOLATIONS:
         raise ValueError(f"isolation is {isolation!r}; allowed are {', '.join(ISOLATIONS)}, or None for {BY_DEFAULT}")
     if not isinstance(limits, Limits | None):
