@@ -4,8 +4,8 @@
     lowmem-grpo run email longest_words=25          # shorter replies
 
 A reply is right if it names the recipient, contains the keyword, is short enough and ends in the signature. A reply
-that equals the reference word for word earns more. On a CPU the recipe uses the embedded tiny model, which cannot learn
-this task: the run then only shows in a minute that everything works.
+that equals the ideal reply earns more. On a CPU the recipe uses the embedded tiny model, which cannot learn this task:
+the run then only shows in a minute that everything works.
 """
 
 import random

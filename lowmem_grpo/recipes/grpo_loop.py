@@ -2,9 +2,9 @@
 
     python -m lowmem_grpo.recipes.grpo_loop          # the embedded model learns arithmetic, in two minutes on two cores
 
-It uses the trainer's own parts: one copy of the weights samples and trains, completions are packed without padding, and
-full-vocabulary logits are never materialized. Names of tensors end in their shapes: P prompts of a step, G completions
-of each prompt, R reward functions, N trained tokens of a micro-batch.
+It uses the trainer's own parts: sampling and training share one copy of the weights, completions are packed without
+padding, and full-vocabulary logits are never materialized. Names of tensors end in their shapes: P prompts of a step, G
+completions of each prompt, R reward functions, N trained tokens of a micro-batch.
 """
 
 import random

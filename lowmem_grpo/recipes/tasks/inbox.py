@@ -17,7 +17,8 @@ PEOPLE = frozenset(name.casefold() for name in (*FIRST_NAMES, *LAST_NAMES))
 
 
 class Inbox:
-    """An environment whose public methods are the policy's tools. A row has the answer and the source of a question."""
+    """An environment whose public methods are the policy's tools. A row has an answer, and the id of its source
+    mail."""
 
     def reset(self, mailbox: str, mail_seed: int, answer: str, source: int, calls: int | None = None,
               unknown: float = UNKNOWN, **row: object) -> None:
@@ -138,7 +139,7 @@ def random_player(inbox: Inbox, question: str, rng: random.Random) -> tuple[str,
 
 
 def keyword_player(inbox: Inbox, question: str, rng: random.Random) -> tuple[str, list[int]]:
-    """Play perfectly: search for the phrases in which mails state such a fact, and believe the newest mail."""
+    """Play perfectly: search for the phrases in which mails state the fact, and believe the newest mail."""
     kind, topic = understood(question, inbox.world)
     told: list[tuple[str, int, str]] = []  # date, id, value
     for words, form in ways(kind, topic):

@@ -1,7 +1,7 @@
 r"""The tokens of an answer in LaTeX or plain text. Notations that certainly mean the same give the same tokens.
 
 A token is a number, a run of letters, a command or a sign. White space is not a token, but separates numbers: 3 4 are
-two tokens. `\frac12` gets its braces. The content of \text{...} follows a token \text.
+two tokens. `\frac12` is read as `\frac{1}{2}`. The content of \text{...} follows a token \text.
 """
 
 import re

@@ -24,7 +24,7 @@ MEMORY_BYTES = 4 * 2**30  # address space
 
 
 def verdict(label: str, answer: str) -> bool:
-    """Return whether math-verify finds two expressions equal, and their values at a point do not contradict it."""
+    """Return whether math-verify finds two expressions equal, and their values agree at a point."""
     gold, reading = read(label), read(answer)
     if len(gold) != 1 or len(reading) != 1:
         return False

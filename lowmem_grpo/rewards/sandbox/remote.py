@@ -199,7 +199,8 @@ def state_of(value: Any) -> Any:
 
 
 def renew(old: Any, new: Any) -> Any:
-    """Give the container `old` the content of `new`, and return `old`. Equally long lists keep inner containers."""
+    """Give the container `old` the content of `new`, and return `old`. Equally long lists also renew inner
+    containers."""
     if isinstance(old, list) and len(old) == len(new):
         new = [renew(before, after) if isinstance(before, CHANGEABLE) and type(before) is type(after) else after
                for before, after in zip(old, new, strict=True)]
