@@ -42,7 +42,7 @@ def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
 
 
 def correct_answer(completions: list[Any], answer: list[str], **kwargs: Any) -> list[float]:
-    """Return 1 for each completion whose last integer is the answer, else 0. Of a chat, the last turn is read."""
+    """Return 1 for each completion whose last integer is the answer, else 0."""
     return [float(last_integer(completion_text(c)) == int(a)) for c, a in zip(completions, answer, strict=True)]
 
 

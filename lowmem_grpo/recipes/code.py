@@ -49,8 +49,8 @@ DRAWS: dict[str, Callable[[random.Random], Any]] = {  # by the name of the argum
 
 @dataclass(frozen=True)
 class Snippet:
-    """A kind of task: write `solve(argument)`. Its result is described in words (`wanted`), as a Python `expression`,
-    and as the function `rule(argument, a, b)`. `a` and `b` are the ranges from which its two parameters are drawn."""
+    """A kind of task: write `solve(argument)`. The result is described in words (`wanted`), as a Python `expression`,
+    and as the function `rule(argument, a, b)`. The parameters a and b are drawn from the ranges `a` and `b`."""
 
     argument: str
     wanted: str
@@ -85,11 +85,7 @@ TEMPLATES = (
 
 @dataclass(frozen=True)
 class CodeProblem:
-    """A task from TEMPLATES[template] with parameters `a` and `b`. The question shows one test; the others are hidden.
-
-        Write a Python function `solve(numbers)` that returns how many of the numbers are above 12 and divisible by 3.
-        For example, solve([15, 3, 18]) gives 2. Reply with the function in one ```python block.
-    """
+    """A task from TEMPLATES[template] with parameters `a` and `b`. The question shows one of its tests."""
 
     template: int
     a: int
@@ -119,7 +115,6 @@ class CodeProblem:
 
     @property
     def solution(self) -> str:
-        """The source of a function that passes all tests."""
         form = TEMPLATES[self.template]
         return f"def solve({form.argument}):\n    return {form.expression.format(a=self.a, b=self.b)}\n"
 
@@ -141,7 +136,7 @@ class CodeOptions(ProblemOptions):
     """The time limit of a test, in seconds."""
 
     def verifier(self) -> CodeVerifier:
-        """Return the verifier that tests the code. Raises SandboxError if there is no sandbox, and says what to do."""
+        """Return the verifier that tests the code. SandboxError, with the fix, if the sandbox does not work."""
         limits = Limits(seconds=self.seconds, total_seconds=2 * self.seconds)
         return code_passes_tests(isolation=self.isolation, limits=limits, workers=self.workers)
 
@@ -150,8 +145,7 @@ OPTIONS = CodeOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """Return `size` different problems of a split ("train" or "test"). Columns: `prompt`, `answer` (a function that
-    passes), `tests` (asserts)."""
+    """Return `size` different problems of a split, with `prompt`, `answer` (working code) and `tests` (asserts)."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": problem.question}], "answer": problem.solution, "tests": problem.tests}
         for problem in take(distinct(split, seed, draw_problem, lambda problem: problem.key), size)

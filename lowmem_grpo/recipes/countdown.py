@@ -81,11 +81,7 @@ OPTIONS = CountdownOptions
 @dataclass(frozen=True)
 class Countdown:
     """Numbers, and a target that `solution` makes from them: two numbers at a time are combined until one is left.
-
-        Make 54 from the numbers 25, 3, 7. Use + - * / and parentheses, each number at most once. ...
-
-    Every intermediate result is a positive integer. The split depends on the target and the sorted numbers.
-    """
+    Every intermediate result is a positive integer."""
 
     numbers: tuple[int, ...]
     target: int
@@ -112,8 +108,8 @@ def possible_signs(left: int, right: int, operators: str) -> list[str]:
 
 
 def combine(rng: random.Random, numbers: tuple[int, ...], operators: str) -> tuple[int, str] | None:
-    """Combine all numbers in random order with random operators; return the value and the expression, with parentheses
-    around each operation. None if no operator can combine a drawn pair."""
+    """Combine all numbers in random order with random operators; return the value and the expression. None if no
+    operator can combine a drawn pair."""
     terms = [(number, str(number)) for number in numbers]
     while len(terms) > 1:
         pair = sorted(rng.sample(terms, 2), key=lambda term: -term[0])
@@ -167,8 +163,8 @@ def answer_text(text: str) -> str | None:
 
 
 def evaluate(expression: str | None) -> Answer | None:
-    """Return the exact value of a model's expression of numbers, + - * / and parentheses, without running it as code.
-    None for anything else, for a division by 0, and for more than LONGEST characters."""
+    """Return the exact value of an expression of numbers, + - * / and parentheses, without running it as code. None for
+    anything else, for a division by 0, and for more than LONGEST characters."""
     if expression is None or len(expression) > LONGEST or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
         return None
     numbers: Counter[int] = Counter()
@@ -191,13 +187,12 @@ def value_of(node: ast.expr, numbers: Counter[int]) -> Fraction:
 
 
 def allowed(answer: Answer | None, numbers: list[int] | tuple[int, ...]) -> bool:
-    """Return whether an answer uses only the given numbers, each at most as often as it is given."""
+    """Return whether an answer uses only these numbers, each at most as often as it is listed."""
     return answer is not None and answer.numbers <= Counter(numbers)
 
 
 def make_dataset(split: str, size: int, seed: int = 0, difficulty: CountdownOptions | None = None) -> Dataset:
-    """Return `size` different puzzles of a split ("train" or "test"). Columns: `prompt`, `answer` (one of several
-    solutions), `numbers`, `target`."""
+    """Return `size` different puzzles of a split, with `prompt`, `answer` (one solution), `numbers` and `target`."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": puzzle.question}], "answer": puzzle.solution,
          "numbers": list(puzzle.numbers), "target": puzzle.target}
@@ -212,7 +207,6 @@ def reaches_target(completions: list[Any], numbers: list[list[int]], target: lis
 
 
 def solves(text: str, numbers: list[int], target: int) -> bool:
-    """Return whether the expression after the last `Answer:` makes the target from these numbers."""
     answer = evaluate(answer_text(text))
     return answer is not None and answer.value == target and allowed(answer, numbers)
 

@@ -4,8 +4,8 @@
     lowmem-grpo run email longest_words=25          # shorter replies
 
 A reply is right if it names the recipient, contains the keyword, is short enough and ends in the signature. A reply
-that equals the reference word for word earns more. On a CPU the recipe uses the embedded tiny model, which cannot learn
-this task: the run then only shows in a minute that everything works.
+that equals the ideal reply earns more. On a CPU the recipe uses the embedded tiny model, which cannot learn this task:
+the run then only shows in a minute that everything works.
 """
 
 import random
@@ -87,8 +87,7 @@ def draw_request(rng: random.Random) -> EmailRequest:
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """Return `size` different requests of a split ("train" or "test"). Columns: `prompt`, `recipient`, `keyword`,
-    `ideal` (the perfect reply), and `answer` (the same)."""
+    """Return `size` different requests of a split, with `prompt`, `answer` and the columns that the rewards read."""
     return Dataset.from_list([
         {"prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request.text}],
          "recipient": request.recipient, "keyword": request.keyword, "ideal": request.ideal, "answer": request.ideal}

@@ -1,5 +1,4 @@
-"""The exam with which `lowmem-grpo eval --recipe` tests a recipe: the attribute EXAM of the recipe's module. Scripted
-players give the baselines of a game."""
+"""The EXAM of a recipe, with which `lowmem-grpo eval --recipe` tests a model, and the baselines of games."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,6 @@ class Exam:
         return self.of_tiny if self.of_tiny is not None and model in EMBEDDED else self.problems
 
     def max_tokens_of(self, model: str) -> int:
-        """Return the token limit of this model's answers."""
         return self.tiny_max_tokens if self.tiny_max_tokens is not None and model in EMBEDDED else self.max_tokens
 
 
@@ -47,8 +45,6 @@ def find_exam(recipe: str) -> Exam:
 
 
 class Game(Protocol):
-    """An environment of several turns."""
-
     def reset(self, seed: int = 0, **row: Any) -> str: ...
 
     def step(self, reply: str) -> Any: ...  # (observation, reward, done)

@@ -115,7 +115,6 @@ class Game2048:
         return self.won or not self.left or not possible(self.board)
 
     def state_key(self) -> str:
-        """Return the board and the moves left; how they were reached does not matter."""
         return f"{self.board} {self.left}"
 
 
@@ -156,13 +155,11 @@ def largest(board: Board) -> int:
 
 
 def worth(board: Board, goal: int) -> float:
-    """Return the worth of a board: (log2(largest tile) + 0.2 log2(sum of all tiles)) / log2(goal)."""
     total = sum(sum(row) for row in board)
     return (math.log2(largest(board)) + OF_ALL * math.log2(total)) / math.log2(goal)
 
 
 def random_move(game: Game2048, rng: random.Random) -> str:
-    """Play a random possible move."""
     return rng.choice(possible(game.board))
 
 
@@ -195,8 +192,7 @@ class Game2048Options(RecipeOptions):
         self.size(tiny=True)
 
     def size(self, tiny: bool) -> Size:
-        """Return side, goal and moves; the default side of an embedded (`tiny`) model is smaller. ValueError for an
-        unknown side."""
+        """Return side, goal and moves for an embedded (`tiny`) or another model. ValueError for an unknown side."""
         side = (OF_TINY if tiny else OF_OTHERS) if self.side is None else self.side
         if side not in SIZES:
             raise ValueError(f"side is {side}; it must be {' or '.join(map(str, SIZES))}")

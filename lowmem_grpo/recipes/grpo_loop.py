@@ -2,9 +2,9 @@
 
     python -m lowmem_grpo.recipes.grpo_loop          # the embedded model learns arithmetic, in two minutes on two cores
 
-It uses the trainer's own parts: one copy of the weights samples and trains, completions are packed without padding, and
-full-vocabulary logits are never materialized. Names of tensors end in their shapes: P prompts of a step, G completions
-of each prompt, R reward functions, N trained tokens of a micro-batch.
+It uses the trainer's own parts: sampling and training share one copy of the weights, completions are packed without
+padding, and full-vocabulary logits are never materialized. Names of tensors end in their shapes: P prompts of a step, G
+completions of each prompt, R reward functions, N trained tokens of a micro-batch.
 """
 
 import random
@@ -90,8 +90,7 @@ def as_messages(parts: Parts, groups: list[RolloutGroup]) -> list[list[dict[str,
 
 
 def assign_advantages(groups: list[RolloutGroup], rewards_PG: Tensor) -> None:
-    """Set each rollout's advantage relative to its group: A = r - mean(r), without the division by the standard
-    deviation, as in Dr. GRPO (arXiv 2503.20783)."""
+    """Set each rollout's advantage: A = r - mean(r) over its group, as in Dr. GRPO (arXiv 2503.20783)."""
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     for group, advantages_G in zip(groups, advantages_PG.tolist(), strict=True):
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True):

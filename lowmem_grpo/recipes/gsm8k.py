@@ -62,8 +62,8 @@ OPTIONS = Gsm8kOptions
 
 
 def make_dataset(source: str = HUB, split: str = "train") -> Dataset:
-    """Return rows with `prompt`, `question` and `answer`, from a split of a hub dataset or a whole local file. Rows
-    without a question or label are left out, with a warning. Raises ValueError if none is left."""
+    """Return rows with `prompt`, `question` and `answer`, from a split of a hub dataset or from a whole file. Rows
+    without a question or label are left out, with a warning. ValueError if none is left."""
     rows = read_rows(f"{source}:main" if source == HUB else source, split)
     check_columns(source, rows.column_names, COLUMNS)
     made = [with_prompt(row) for row in rows]

@@ -84,7 +84,6 @@ def in_range(game: Guess, rng: random.Random) -> str:
 
 
 def bisect(game: Guess, rng: random.Random) -> str:
-    """Play perfectly: halve the remaining range."""
     return str((game.low + game.high) // 2)
 
 

@@ -5,9 +5,8 @@
     lowmem-grpo run inbox reward=ruler judge=http://127.0.0.1:8000/v1 judge_model=NAME judge_key=local    # no labels
     lowmem-grpo eval runs/inbox --recipe inbox
 
-The mails are generated from a seed into a SQLite database with full-text search. Exactly one mail answers each
-question. The reward's rules are in `tasks/inbox.py`. With reward=ruler a judge compares the episodes of a group
-instead: it sees neither the answer nor the source, and the reward by the rules is only logged (`rewards/earned/mean`).
+Exactly one of the generated mails answers each question. With reward=ruler, a judge that does not see the right answer
+compares the episodes of a group, and the reward by rules is only logged (`rewards/earned/mean`).
 """
 
 from dataclasses import dataclass, replace
@@ -80,8 +79,7 @@ OPTIONS = InboxOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0, name: str = LARGE, calls: int | None = None) -> Dataset:
-    """Return `size` different questions of a split ("train" or "test") about the mailbox of a seed. Columns: `prompt`,
-    and the arguments of `Inbox.reset`: `mailbox`, `mail_seed`, `answer`, `source`, `calls` and `unknown`."""
+    """Return `size` different questions of a split about a seed's mailbox, with the arguments of `Inbox.reset`."""
     questions, most = mailbox(name, seed).of_split(split), calls or WORLDS[name].calls
     if size > len(questions):
         raise ValueError(f"the mailbox {name!r} of seed {seed} has {len(questions)} questions to {split}, and {size} "

@@ -4,10 +4,9 @@
     lowmem-grpo run judge judge=http://127.0.0.1:8000/v1 judge_model=NAME judge_key=local     # your own server
     lowmem-grpo run judge judge=https://api.openai.com/v1 judge_model=NAME  # with the key in OPENAI_API_KEY
 
-The judge values facts, and summaries that are too long get a small penalty. The share of facts that a summary
-keeps is logged with weight 0, as a check of the judge: `rewards/facts_kept/mean` should climb with
-`rewards/ruler/mean`. On a CPU the recipe uses the embedded tiny model, whose judgements make no sense: no group gets a
-gradient, and the run ends with an error that says so. See docs/judge.md.
+Summaries that are too long get a small penalty. The share of kept facts is logged with weight 0, as a check of the
+judge: `rewards/facts_kept/mean` should climb with `rewards/ruler/mean`. On a CPU, the embedded tiny model cannot judge:
+no group gets a gradient, and the run ends with an error that says so. See docs/judge.md.
 """
 
 import random
@@ -66,10 +65,7 @@ RANGES = {"a": (20, 99), "b": (3, 19), "c": (1100, 9900), "d": (120, 990)}  # di
 
 @dataclass(frozen=True)
 class Report:
-    """A report: the index of its kind in KINDS, and its facts. Its text has filler sentences among the facts.
-
-        The harbour of Aldermouth published its figures for June. 74 ships called there, 37 more than a year before. ...
-    """
+    """A report: the index of its kind in KINDS, and its facts. Its text has filler sentences among the facts."""
 
     kind: int
     place: str
@@ -157,7 +153,6 @@ class JudgeOptions(RecipeOptions):
         return UrlJudge(self.judge, self.judge_model, self.judge_key)
 
     def self_judge(self, model: FastPeftModel, setup: Setup) -> SelfJudge:
-        """Return the base model as the judge."""
         return SelfJudge(model, max_tokens=TOKENS_OF_A_REPLY[setup.is_tiny])
 
 
@@ -173,8 +168,7 @@ OPTIONS = SummaryOptions
 
 
 def make_dataset(split: str, size: int, seed: int = 0) -> Dataset:
-    """Return `size` different reports of a split ("train" or "test"). Columns: `prompt`, `answer` (one of many good
-    summaries), `facts`."""
+    """Return `size` different reports of a split, with `prompt`, `answer` (one good summary) and `facts`."""
     return Dataset.from_list([
         {"prompt": [{"role": "user", "content": report.question}], "answer": report.summary,
          "facts": list(report.facts)}
@@ -209,9 +203,8 @@ def run(options: SummaryOptions) -> None:
 def teach_judged(
     options: JudgeOptions, setup: Setup, lesson: Lesson, rubric: str, others: list[Callable[..., Any]]
 ) -> None:
-    """Teach a lesson with two kinds of rewards: a judge that compares the completions of a group, then the `others`.
-    Print the cost of judging. Raises ValueError for wrong judge options before anything is loaded, and RewardError,
-    after all results are written, if no call to the judge gave a usable score."""
+    """Teach a lesson with RULER and the `others` as rewards, and print the cost of judging. ValueError for wrong judge
+    options; RewardError, after all results are written, if the judge gave no usable score."""
     url_judge = options.url_judge()
     judges: list[Judge] = []
 

@@ -1,6 +1,5 @@
-"""Train on a lesson (data, rewards, a test of right answers) in one call, up to the report. All recipes use it. A
-lesson may begin with a warm-up: supervised fine-tuning on a new answer format, since GRPO can only reward a format that
-the model writes."""
+"""Train on a lesson (data, rewards, a test of right answers) in one call, up to the report. A lesson may begin with SFT
+on a new answer format (`WarmUp`), since GRPO can only reward a format that the model writes."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -59,7 +58,6 @@ class WarmUp:
         return SFTTrainer(model, rows, settings)
 
     def share(self, answers: Answers) -> float:
-        """Return the share of answers in the format."""
         return sum(self.has_form(texts[0]) for texts in answers.texts) / len(answers.texts)
 
 
@@ -87,8 +85,8 @@ class Lesson:
 
 
 def teach(setup: Setup, lesson: Lesson) -> GRPOTrainer:
-    """Load the model, measure, train, measure again, report; the returned trainer's `state` says how far it came. If
-    a signal stops training, raises SystemExit with its exit status (130 for Ctrl-C)."""
+    """Load the model, measure its accuracy, train, measure again, and write the report. If a signal stops training,
+    raise SystemExit with the signal's exit status (130 for Ctrl-C)."""
     with ranks().together():
         return taught(setup, lesson, opened(lesson))
 
@@ -155,7 +153,6 @@ def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
 
 
 def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
-    """Return the model with LoRA, and its trainer."""
     model, tokenizer = load_model(setup)
     play = lesson.play or Play()
     return model, GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=reward_functions(lesson, model),
@@ -177,13 +174,11 @@ def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
 
 
 def reward_functions(lesson: Lesson, model: FastPeftModel) -> RewardFunctions:
-    """Return the lesson's reward functions; if `rewards` is a factory, it is called with the model."""
     return lesson.rewards if isinstance(lesson.rewards, list) else lesson.rewards(model)
 
 
 def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRequest | None) -> Answers | None:
-    """Return one answer to each held-out problem, sampled at temperature 1; the ranks share the problems. None if the
-    lesson has no test."""
+    """Return one answer to each held-out problem, sampled at temperature 1 by all ranks; None without a test."""
     if lesson.test is None or lesson.right is None:
         return None
     logger.info("answering %s", count_text(len(lesson.test), "held-out problem"))
@@ -206,8 +201,8 @@ def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRe
 def warm_up(
     taught: WarmUp, model: FastPeftModel, setup: Setup, lesson: Lesson, before: Answers | None, console: Console
 ) -> dict[str, Any] | None:
-    """Fine-tune before GRPO, unless a checkpoint is resumed: its adapter was fine-tuned already. Return entries for
-    summary.json, None if the warm-up was stopped. Raises SystemExit if a signal such as Ctrl-C stopped it."""
+    """Fine-tune before GRPO, unless a checkpoint is resumed. Return entries for summary.json, None if the warm-up was
+    stopped. SystemExit if a signal such as Ctrl-C stopped it."""
     facts: dict[str, Any] = {"sft_steps": taught.steps}
     if setup.resume and last_good(Path(setup.config.output_dir))[0]:
         return facts

@@ -1,8 +1,4 @@
-"""Generate a recipe for a user's data: recognize the kind of its answers, and fill a template.
-
-The template, assets/new_recipe/recipe.txt, has the code for each kind: a verifier, and an example of the user's own
-reward function.
-"""
+"""Generate a recipe for a user's data: recognize the kind of the answers, and fill assets/new_recipe/recipe.txt."""
 
 import json
 import os
@@ -54,7 +50,6 @@ class NewRecipe:
     marks: str = ""  # the marks of choices in the question, such as "ABCD"; empty for none
 
     def text(self) -> str:
-        """Return the recipe's source."""
         more = [column.strip().lower() for column in self.columns.more]
         return fill_template(
             "recipe.txt", **vars(self), system=KINDS[self.kind][1], shown=self.shown, place=self.place,
@@ -124,7 +119,7 @@ def texts_of(rows: list[dict[str, Any]], column: str) -> list[str]:
 
 
 def kind_of(answers: list[str]) -> str:
-    """Return the first kind that fits most of the answers; if none does, "text" for short answers, else "long"."""
+    """Return the kind of most answers, such as "number"; if no kind fits, "text" for short answers, else "long"."""
     suits: dict[str, Callable[[str], bool]] = {
         "marked": lambda answer: "####" in answer and read_number(answer.rpartition("####")[2]) is not None,
         "code": holds_tests, "json": is_json, "number": is_number,
@@ -148,12 +143,10 @@ def marks_of(kind: str, answers: list[str]) -> str:
 
 
 def mostly(texts: list[str], suits: Callable[[str], bool], share: float = MOSTLY) -> bool:
-    """Return whether `suits` is true of at least this share of the texts."""
     return sum(map(suits, texts)) >= share * len(texts)
 
 
 def is_json(answer: str) -> bool:
-    """Return whether the answer is a JSON object or list."""
     try:
         return answer[:1] in "{[" and isinstance(json.loads(answer), dict | list)
     except (ValueError, RecursionError):
@@ -170,5 +163,4 @@ def has_latex(answer: str) -> bool:
 
 
 def is_math(answer: str) -> bool:
-    """Return whether the answer is a boxed solution, a number, or a short text with LaTeX."""
     return boxed(answer) is not None or is_number(answer) or (has_latex(answer) and len(answer) <= 2 * SHORT[1])

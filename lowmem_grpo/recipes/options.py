@@ -121,7 +121,7 @@ def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
 
 
 def typed(owner: type, name: str, text: str) -> Any:
-    """Return `text` converted to the field's type. "null" is None, and so is "none" unless it is one of the choices."""
+    """Return `text` converted to the field's type. "null" is None, and so is "none" unless in NONE_IS_A_CHOICE."""
     hint = get_type_hints(owner)[name]
     adapter: TypeAdapter[Any] = TypeAdapter(hint)
     if text.lower() == "null" or (text.lower() == "none" and name not in NONE_IS_A_CHOICE):
@@ -141,7 +141,6 @@ def typed(owner: type, name: str, text: str) -> Any:
 
 
 def in_words(hint: Any) -> str:
-    """Return a description of the values that a type allows."""
     kinds = [hint] if get_origin(hint) in (None, list) else get_args(hint)
     words = [KINDS.get(get_origin(kind) or kind, IN_A_FILE) for kind in kinds if kind is not NoneType]
     return ", or ".join([*words, *(["none"] if NoneType in kinds else [])])

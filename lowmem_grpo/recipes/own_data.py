@@ -1,8 +1,7 @@
 """Read your own rows for a recipe, turn them into prompts and answers, and split them into training and test rows.
 
-A hash of a prompt's text without its system prompt decides whether the row is held out. So training and test rows never
-share a prompt, whatever its case, spacing and system prompt. Adding, removing or reordering rows moves no other row
-from one set to the other, except in small files, where a set could be empty.
+A hash of the prompt, without the system prompt, decides whether a row is held out. So training and test rows never
+share a prompt, and except in small files, changing some rows moves no other row from one set to the other.
 """
 
 import logging
@@ -62,8 +61,8 @@ class OwnData:
         return self.read(self.source, self.split)
 
     def read(self, source: str | Path, split: str) -> Dataset:
-        """Return the usable rows of a source; a warning counts the others. Raises ValueError for fewer than two usable
-        rows, or a missing column."""
+        """Return the usable rows of a source; a warning counts the others. ValueError for a missing column, or for
+        fewer than two usable rows."""
         raw = read_rows(str(source), split)
         made = [self.made(row, source) for row in raw]
         wrong = [flaw(row, self.reads) for row in made]
@@ -81,8 +80,8 @@ class OwnData:
             raise ValueError(f"make_row must give one kind of value in each column: {error}") from error
 
     def made(self, row: dict[str, Any], source: str | Path) -> dict[str, Any]:
-        """Return the row that `make_row` makes, with the prompt as chat messages, and the answer as text (None if it is
-        empty). Raises ValueError if a column or the prompt is missing."""
+        """Return the row that `make_row` makes, with the prompt as chat messages and the answer as text. ValueError if
+        a column or the prompt is missing."""
         try:
             made = self.make_row(row)
         except KeyError as error:

@@ -87,8 +87,8 @@ class Setup:
 
 
 def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) -> Setup:
-    """Return the settings of a run: options override the preset, which overrides the recipe's `defaults`. Raises
-    ValueError for a card size without a preset, and for settings that GRPOConfig refuses."""
+    """Return the settings of a run: options override the preset, which overrides `defaults`. ValueError for a card size
+    without a preset, and for settings that GRPOConfig refuses."""
     preset = preset_for(options, presets, options.gpu)
     name = either(options.model, preset.model)
     rank = either(options.lora_rank, preset.lora_rank)
@@ -106,8 +106,7 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
 
 
 def planned(setup: Setup, card: Device) -> MemoryPlan:
-    """Return the memory plan of a run on a card, made from the setup before the model is loaded. Raises ValueError for
-    a model that cannot be planned."""
+    """Return the memory plan of a run on a card, before the model is loaded. ValueError for an unsupported model."""
     config = setup.config
     return plan(config_of(setup.model), RunSettings(
         setup.max_seq_length, config.completions_per_prompt, setup.lora_rank, setup.load_in_4bit, setup.load_in_fp8,
@@ -169,7 +168,6 @@ def without_card(
 
 
 def weights(four_bit: bool, in_fp8: bool) -> str:
-    """Return the form of the base model's weights in words."""
     return "4-bit" if four_bit else "FP8" if in_fp8 else "16-bit"
 
 
@@ -193,7 +191,7 @@ def choose(gpu: str, presets: Presets) -> tuple[str, Preset]:
 
 def fitting_size(presets: Presets) -> str:
     """Return the largest preset size that fits this machine's card; CPU if there is no card, or no preset for cards.
-    Raises ValueError for a card below the smallest preset."""
+    ValueError for a card below the smallest preset."""
     import torch
 
     sizes = [size for size in SIZES if size in presets]

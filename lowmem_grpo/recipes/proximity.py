@@ -4,8 +4,7 @@
     lowmem-grpo run proximity sft_steps=0           # without SFT: does the model discover the format?
 
 A hub model learns <start_working_out>...<end_working_out><SOLUTION>...</SOLUTION> on word problems with large numbers.
-The embedded tiny model, which the recipe uses on a CPU, has never seen these tokens, and LoRA does not train the
-embeddings. It learns to write `Answer = 36` instead of `Answer: 36` on the problems of `arithmetic`.
+On a CPU, the embedded tiny model learns to write `Answer = 36` instead of `Answer: 36` on the problems of `arithmetic`.
 """
 
 import random
@@ -49,11 +48,7 @@ MIN_STOCK, MAX_STOCK = 50, 20_000  # boxes after each step
 
 @dataclass(frozen=True)
 class StockProblem:
-    """A word problem about a warehouse's stock. Its numbers are large, because hub models solve small ones easily.
-
-        A warehouse holds 340 boxes of tea. 12 carts of 36 boxes each arrive. A quarter of all boxes is sold. Then 57
-        boxes are found to be damaged and thrown away. How many boxes are left?
-    """
+    """A word problem about a warehouse's stock. Its numbers are large, because hub models solve small ones easily."""
 
     question: str
     lines: tuple[str, ...]  # a line of the worked solution for each step
@@ -186,7 +181,7 @@ def make_demonstrations(size: int, seed: int = 0, task: Task = WORDS) -> Dataset
 
 
 def rewards(task: Task) -> list[Reward]:
-    """Return the rewards: up to 1 for a near answer, 1 more for an exact one, -0.5 for an outlier, and the format's."""
+    """Return the format's rewards, and up to 1 for a near answer, 1 more for an exact one, -0.5 for an outlier."""
     return [*task.pays, proximity(exact=1.0, outlier=-0.5, where=task.place),
             number_equal(right=1.0, wrong=0.0, where=task.place)]
 

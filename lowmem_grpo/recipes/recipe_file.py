@@ -1,5 +1,4 @@
-"""Find, load and run recipes by name, and recipe files of the user; find the reward functions that command lines name.
-An error in a file shows the file's own lines."""
+"""Find, load and run recipes and the user's recipe files; find the reward functions that command lines name."""
 
 import difflib
 import importlib.util
@@ -25,8 +24,8 @@ from lowmem_grpo.runs.views.terminal import is_ours, plain_errors, quiet
 
 
 def find_function(name: str) -> Any:
-    """Return a reward function or a verifier by its name: one of lowmem_grpo.rewards, such as "number_match", or one
-    of the user's own, such as "my_rewards.py:score" or "package.module:score". ValueError if it does not exist."""
+    """Return a reward function or a verifier by its name: of lowmem_grpo.rewards, such as "number_match", or of the
+    user, such as "my_rewards.py:score" or "package.module:score". ValueError if it does not exist."""
     home, colon, attribute = name.rpartition(":")
     refuse_unknown(name)
     if not colon:
@@ -60,8 +59,8 @@ def refuse_unknown(name: str) -> None:
 
 
 def made(name: str, value: Any) -> Any:
-    """Return `value` if it is a reward function or a verifier; else call it without arguments and return the reward or
-    verifier that it makes. ValueError if it makes neither, or requires arguments."""
+    """Return `value` if it is a reward function or a verifier, else what `value()` makes. ValueError if it makes
+    neither, or requires arguments."""
     if isinstance(value, Verifier):
         return value
     parameters = inspect.signature(value).parameters if callable(value) else {}
@@ -189,7 +188,6 @@ def own_traceback(path: Path) -> Iterator[None]:
 
 
 def show(error: BaseException, trace: Any) -> None:
-    """Print an error with this part of its traceback, as Python does."""
     click.echo("".join(traceback.TracebackException(type(error), error, trace).format()).rstrip(), err=True)
 
 

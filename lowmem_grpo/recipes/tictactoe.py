@@ -65,7 +65,7 @@ class TicTacToe:
         return shown(self.board), paid, over(self.board)
 
     def answer(self) -> int:
-        """Return the opponent's move: a free square named by `opponent` if that is set, else one by its strength."""
+        """Return the opponent's move: from the function `opponent`, or if it is not set, random or perfect."""
         if self.opponent is None:
             strong = self.rng.random() < self.strength
             return self.rng.choice(best_moves(self.board, "O") if strong else free(self.board))
@@ -75,7 +75,6 @@ class TicTacToe:
         return move
 
     def state_key(self) -> str:
-        """Return the board; how it was reached does not matter."""
         return self.board
 
     @property
@@ -134,7 +133,6 @@ def random_move(game: TicTacToe, rng: random.Random) -> str:
 
 
 def best_move(game: TicTacToe, rng: random.Random) -> str:
-    """Play perfectly, with a random choice among the best moves."""
     return EMPTY[rng.choice(best_moves(game.board, "X"))]
 
 

@@ -67,11 +67,8 @@ WORLDS = {
 
 
 class TwentyQuestions:
-    """An environment in which the base model is told a secret thing, and answers each question without seeing the
-    other questions. The seed chooses the thing.
-
-    If `opponent` is set, it answers instead of the base model: it gets the same prompt, and returns a reply.
-    """
+    """An environment in which the base model is told a secret thing, and answers each question without seeing the other
+    questions. The seed chooses the thing. If `opponent` is set, it answers instead of the base model."""
 
     opponent: Callable[[str], str] | None = None
 
@@ -80,7 +77,7 @@ class TwentyQuestions:
         self.reset()
 
     def reset(self, seed: int = 0, world: str | None = None, **row: object) -> str:
-        """Choose a thing; return the rules. A `world` in the row replaces the environment's own."""
+        """Choose a thing; return the rules. If a row has a `world`, "numbers" or "things", the thing comes from it."""
         if world is not None:
             self.world = WORLDS[world]
         self.thing = random.Random(f"twenty-questions-{seed}").choice(self.world.things)
@@ -153,7 +150,7 @@ def truth(number: str, question: str) -> str:
 
 
 def truthful(told: str) -> str:
-    """Return the true answer to a prompt for the base model."""
+    """Return the true answer to a prompt with a number and a question about it."""
     first, question = told.split("\n")
     return truth(first.removeprefix("You think of: ").split(".")[0], question)
 
@@ -171,7 +168,6 @@ def listening(game: TwentyQuestions, rng: random.Random) -> str:
 
 
 def halving(game: TwentyQuestions, rng: random.Random) -> str:
-    """Play perfectly: halve the remaining range with each question."""
     if game.left == 1 or game.low == game.high:
         return f"Guess: {rng.randint(game.low, game.high)}"
     return question_of((game.low + game.high) // 2)
@@ -204,7 +200,7 @@ class TwentyQuestionsOptions(RecipeOptions):
         self.chosen(tiny=True)
 
     def chosen(self, tiny: bool) -> Things:
-        """Return the world for an embedded (`tiny`) or another model. Raises ValueError for an unknown world."""
+        """Return things, turns and rules for an embedded (`tiny`) or another model. ValueError for an unknown world."""
         name = (OF_TINY if tiny else OF_OTHERS) if self.world is None else self.world
         if name not in WORLDS:
             raise ValueError(f"world is {name!r}; it must be {' or '.join(WORLDS)}")

@@ -1,8 +1,5 @@
-"""Reward functions and verifiers, and the code that calls and checks them. A verifier judges right or wrong; a reward
-turns completions into numbers.
-
-A submodule is imported when one of its names is first used. docs/rewards.md has an example of each ready-made reward.
-"""
+"""Reward functions, which return a number for each completion, and verifiers, which judge completions right or wrong.
+See docs/rewards.md. A submodule is imported when one of its names is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

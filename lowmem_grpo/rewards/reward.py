@@ -1,5 +1,4 @@
-"""The base classes of rewards, which are called as TRL calls a reward function; and verifiers, which judge whether a
-completion is right (`Verifier.reward` makes a reward function of one)."""
+"""The base classes of rewards, which are called as TRL calls reward functions, and of verifiers."""
 
 import functools
 import inspect
@@ -23,8 +22,7 @@ OF_SETTINGS: dict[Any, Rule] = {float: AMOUNT, bool: TRUTH, Place: PLACE}  # by 
 
 class MeanOf(float):
     """The mean of `count` values, for `log_metric`; TRL takes it as a plain number. A plain number counts as the mean
-    over all completions of its call. Use MeanOf for a mean over only some of them, so that a batch scored in several
-    calls logs the same value as one scored in a single call. ValueError for a count that is not positive."""
+    over all completions of a call: use MeanOf for a mean over fewer. ValueError for a count that is not positive."""
 
     count: float
 
@@ -37,9 +35,9 @@ class MeanOf(float):
 
 
 class Reward(ABC):
-    """A reward function with a name and the dataset columns that it reads. It can be pickled. It is called by keyword
-    with `completions`, a list of N texts or chats, and with a list of length N for each of its columns; other arguments
-    of the contract are ignored. It returns N floats; None means "does not apply". TypeError if a column is missing."""
+    """A reward function with a name and the dataset columns that it reads. It is called by keyword with `completions`,
+    a list of N texts or chats, and a list of length N for each column; it ignores other arguments. It returns N floats,
+    with None for "does not apply". TypeError if a column is missing."""
 
     by_group = True  # needs only one prompt's group at a time, so it may be called while other groups decode
     after_sampling = False  # uses the rollout engine, so it must be called after sampling
@@ -84,8 +82,8 @@ class Reward(ABC):
 
 
 def check_settings(rule: Any, column: str | None, settings: dict[str, Any]) -> None:
-    """Raise ValueError for a setting that does not match its annotation in the function `rule`, and for an invalid
-    column name. If `rule` has the argument `label`, a column is required."""
+    """Raise ValueError for a setting that does not match its annotation in the function `rule`, for an invalid column
+    name, and for a missing column if `rule` has the argument `label`."""
     kinds = getattr(rule, "__annotations__", {})
     for name, value in settings.items():
         if kinds.get(name) in OF_SETTINGS:
@@ -151,8 +149,8 @@ class TextVerifier(Verifier):
     """A verifier that judges each text alone, or compares it with its row's value in a `column`."""
 
     def __init__(self, name: str, judge: Callable[..., Verdict], column: str | None = None, **settings: Any) -> None:
-        """`judge` takes a completion's text, a label if there is a column, and the `settings`. A list in the column is
-        several labels, any of which is right; None is no label, and gives no verdict."""
+        """`judge` takes a text, a label if there is a column, and the `settings`. Each item of a list in the column is
+        a label, and any label may be right; None is no label, and gives no verdict."""
         check_settings(judge, column, settings)
         self.name, self.judge = name, functools.partial(judge, **settings)
         self.columns = () if column is None else (column,)
@@ -171,8 +169,7 @@ def any_of(label: Any, judge: Callable[[Any], Verdict]) -> Verdict:
 
 
 class VerifiedReward(Reward):
-    """A reward that pays for a verifier's verdicts. It logs the share of right verdicts as `verdicts/NAME`, which does
-    not depend on the amounts."""
+    """A reward that pays for a verifier's verdicts, and logs the share of right ones as `verdicts/NAME`."""
 
     def __init__(self, verifier: Verifier, right: float, wrong: float, name: str) -> None:
         super().__init__(name, verifier.columns)

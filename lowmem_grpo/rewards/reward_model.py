@@ -1,8 +1,8 @@
 """A reward model: a sequence classifier with one label, whose logit is the reward of a prompt and its completion.
 
 As in TRL, the input is prompt and completion, rendered by the chat template if the prompt is a chat, else joined as
-text. It is padded on the right. The model is frozen, and computes in its own dtype, without autocast. If the policy is
-on a GPU, the model is kept on the host and moved to the GPU only while it scores.
+text. The model is frozen, and computes in its own dtype, without autocast. If the policy is on a GPU, the reward model
+is on the GPU only while it scores.
 """
 
 import logging
@@ -93,7 +93,7 @@ class RewardModel(Reward):
     # Placement
 
     def load(self, device: torch.device) -> None:
-        """Load a model that was given by name; `device`, which is the policy's, becomes the scoring device."""
+        """Load the model if it was passed by name. If `device`, the policy's, is a GPU, score on it from now on."""
         if self.model is None:
             target = device if "quantization_config" in self.init else torch.device("cpu")
             self.model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -137,7 +137,6 @@ class RewardModel(Reward):
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of the model's weights."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -152,7 +151,6 @@ class RewardModel(Reward):
     # Scoring
 
     def fault_of_row(self, row: dict[str, Any]) -> str | None:
-        """Return the reason why a row can never be judged: a chat prompt, but no chat template. None if it can."""
         if not is_chat(row.get("prompt")) or getattr(self.tokenizer, "chat_template", None):
             return None
         return ("the prompt is a chat, and the reward model's tokenizer has no chat template: set its chat_template, "
@@ -192,8 +190,7 @@ class RewardModel(Reward):
         return [done[row] for row in range(len(texts))]
 
     def first(self, waiting: list[int], lengths: list[int]) -> list[int]:
-        """Return the next batch: the first of the `waiting` rows, which are sorted by length. With padding it has at
-        most TOKENS tokens, unless it is a single row."""
+        """Return the next batch of the `waiting` rows, shortest first: at most TOKENS tokens, or a single row."""
         fitting = [count for count, row in enumerate(waiting, 1) if count * lengths[row] <= TOKENS]
         return waiting[: self.bound.under(max(fitting, default=1))]
 
@@ -218,9 +215,8 @@ class RewardModel(Reward):
 
 def with_models(functions: Sequence[Any], processing_classes: Any = None, init: dict[str, Any] | None = None,
                 template_kwargs: dict[str, Any] | None = None) -> list[Any]:
-    """Return the reward functions, with a `RewardModel` in place of each model object or model name.
-    `processing_classes` are the tokenizers: one, or a list with one for each function, in which entries for plain
-    functions are ignored. ValueError for a wrong number of tokenizers."""
+    """Return the reward functions, with a `RewardModel` in place of each model object or name. `processing_classes` is
+    a tokenizer, or a list with an entry for each function. ValueError for a wrong number of tokenizers."""
     tokenizers = [None] * len(functions) if processing_classes is None else processing_classes
     tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
     if len(tokenizers) != len(functions):

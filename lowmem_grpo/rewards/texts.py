@@ -9,8 +9,8 @@ def completion_texts(completions: list[Any]) -> list[str]:
 
 
 def completion_text(completion: Any) -> str:
-    """Return a completion's text: the string itself, or the content (possibly empty) of the last assistant message of a
-    chat. A chat without an assistant message gives the content of its last message. TypeError for anything else."""
+    """Return a completion's text: the string itself, or the content of a chat's last assistant message, else of its
+    last message. TypeError for anything else."""
     if isinstance(completion, str):
         return completion
     if isinstance(completion, list) and completion and all(isinstance(message, dict) for message in completion):
@@ -31,8 +31,8 @@ def values_of(cell: Any) -> list[Any]:
 
 
 def labels_of(cell: Any) -> list[Any]:
-    """Return the labels in a dataset cell, any of which is right. For a float such as 18.0, which pandas makes of 18
-    in a column with empty cells, 18 is a label too."""
+    """Return the labels in a dataset cell (a row's value in one column). A float such as 18.0, which pandas makes of 18
+    if other cells are empty, also gives the label 18."""
     labels = values_of(cell)
     return [*labels, *(int(label) for label in labels if hasattr(label, "is_integer") and label.is_integer())]
 

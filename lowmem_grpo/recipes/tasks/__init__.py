@@ -1,7 +1,5 @@
-"""Problems and games that several recipes share, and the mails of the recipe `inbox`.
-
-The functions here split problems into training and test problems by a hash of their text, and draw without repetition.
-"""
+"""Problems and games that several recipes share, and the mails of the recipe `inbox`. Problems are drawn without
+repetition, and a hash of their text splits them into training and test problems."""
 
 import random
 import zlib
@@ -22,7 +20,6 @@ def split_of(text: str) -> str:
 
 
 def check_split(split: str) -> None:
-    """Raise ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
 
@@ -32,7 +29,7 @@ def distinct(
     fruitless: int = FRUITLESS,
 ) -> Iterator[T]:
     """Yield different problems of one split, drawn with a seed; `text` identifies a problem, and `draw` may return
-    None. ValueError if `fruitless` draws in a row give no new problem, since probably none is left."""
+    None. ValueError if `fruitless` draws in a row give no new problem."""
     check_split(split)
     rng = random.Random(f"{split}-{seed}")
     seen: set[str] = set()

@@ -36,7 +36,6 @@ class Problem:
 
     @property
     def totals(self) -> list[int]:
-        """The exact total after each step."""
         return list(accumulate(self.steps, apply_step, initial=self.start))[1:]
 
     @property

@@ -1,5 +1,4 @@
-"""The environment in which a policy answers questions by searching mails: tools to search, read and answer, the reward,
-and two scripted players as baselines."""
+"""The environment of the recipe `inbox`: tools to search, read and answer, the reward, and two scripted players."""
 
 import random
 import re
@@ -18,7 +17,8 @@ PEOPLE = frozenset(name.casefold() for name in (*FIRST_NAMES, *LAST_NAMES))
 
 
 class Inbox:
-    """An environment whose public methods are the policy's tools. A row has the answer and the source of a question."""
+    """An environment whose public methods are the policy's tools. A row has an answer, and the id of its source
+    mail."""
 
     def reset(self, mailbox: str, mail_seed: int, answer: str, source: int, calls: int | None = None,
               unknown: float = UNKNOWN, **row: object) -> None:
@@ -95,7 +95,6 @@ class Inbox:
 
 
 def line(hit: Hit) -> str:
-    """Return a search result as the policy sees it."""
     shown = (hit.sender, hit.date, hit.subject, hit.snippet) if hit.snippet else (hit.subject,)
     return " | ".join((str(hit.id), *shown))
 
@@ -122,7 +121,6 @@ def says(answer: str, expected: str) -> bool:
 
 
 def earned(environments: list[Any], **kwargs: Any) -> list[float]:
-    """Return what each episode earned; a reward function."""
     return [environment.earned for environment in environments]
 
 
@@ -141,7 +139,7 @@ def random_player(inbox: Inbox, question: str, rng: random.Random) -> tuple[str,
 
 
 def keyword_player(inbox: Inbox, question: str, rng: random.Random) -> tuple[str, list[int]]:
-    """Play perfectly: search for the phrases in which mails state such a fact, and believe the newest mail."""
+    """Play perfectly: search for the phrases in which mails state the fact, and believe the newest mail."""
     kind, topic = understood(question, inbox.world)
     told: list[tuple[str, int, str]] = []  # date, id, value
     for words, form in ways(kind, topic):
@@ -182,7 +180,6 @@ def ids_in(results: str) -> list[int]:
 
 
 def played(player: Asker, row: Mapping[str, Any]) -> Inbox:
-    """Play one question; return the inbox at the end."""
     inbox, question = Inbox(), row["prompt"][-1]["content"]
     inbox.reset(**row)
     answer, sources = player(inbox, question, random.Random(f"player-{question}"))

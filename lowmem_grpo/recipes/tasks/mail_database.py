@@ -89,8 +89,8 @@ class MailDatabase:
             yield connection
 
     def search(self, words: str, most: int, snippet: int = 0) -> list[Hit]:
-        """Return the `most` best mails (by BM25) that have all the words, each with a snippet of `snippet` words.
-        Raises SearchError if FTS5 cannot read the words."""
+        """Return the `most` best mails (by BM25) that have all the words, each with `snippet` words of text.
+        SearchError if FTS5 cannot read the words."""
         if not words.strip() or len(words) > LONGEST or "\0" in words:
             raise SearchError(f"a search is 1 to {LONGEST} letters long, without a zero byte, and this one has "
                               f"{len(words.strip())} letters")

@@ -194,7 +194,6 @@ def mailbox(name: str, seed: int = 0) -> Mailbox:
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for an unknown mailbox."""
     if name not in WORLDS:
         raise ValueError(f"mailbox is {name!r}; allowed: {', '.join(WORLDS)}")
 
@@ -211,13 +210,11 @@ def told(world: MailWorld, facts: list[Fact], rng: random.Random) -> Iterator[tu
 
 
 def mail_of(world: MailWorld, fact: Fact, value: str, day: int, rng: random.Random) -> Mail:
-    """Return a mail that states a fact with this value."""
     sentence = rng.choice(fact.kind.sentences).format(topic=fact.topic, value=value)
     return written(world, rng.choice(fact.kind.subjects).format(topic=fact.topic), fact.topic, [sentence], day, rng)
 
 
 def noise(world: MailWorld, rng: random.Random) -> Mail:
-    """Return a mail without a fact that anyone asks for."""
     topic, kind = rng.choice(world.topics), rng.choice(world.kinds)
     return written(world, rng.choice(kind.subjects).format(topic=topic), topic, [], rng.randrange(DAYS), rng)
 

@@ -1,9 +1,5 @@
-"""Background work in daemon threads, or in an event loop in a daemon thread. The threads of an executor would keep the
-program from exiting before their work ends.
-
-anyio's BlockingPortal cannot replace the loop: it waits for the loop when it submits a call, so a coroutine that blocks
-would hold the caller past every time limit, and SystemExit in one call would end the loop for all calls.
-"""
+"""Background work in daemon threads, or in an event loop in a daemon thread: an executor's threads would keep the
+program from exiting, and anyio's BlockingPortal could be held past every time limit by a coroutine that blocks."""
 
 import asyncio
 import contextvars
@@ -21,8 +17,7 @@ Result = TypeVar("Result")
 
 
 class BackgroundLoop:
-    """An event loop in a daemon thread, started on first use. The loop lives as long as this object, so that async
-    clients can be reused in later calls."""
+    """An event loop in a daemon thread, started on first use, and kept so that later calls can reuse async clients."""
 
     def __init__(self, name: str) -> None:
         self.name, self.lock = name, threading.Lock()  # two threads may race to the first use
@@ -65,8 +60,8 @@ def start_thread(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def run_side_by_side(run: Callable[[Item], Result], items: Sequence[Item], workers: int) -> list[Result]:
-    """Return [run(item) for item in items], computed in `workers` threads. If several items fail, the error of the
-    earliest in `items` is raised. After an error or an interrupt, no further item begins."""
+    """Return [run(item) for item in items], computed in `workers` threads. After an error, no further item is started;
+    the error of the first failed item in `items` is raised."""
     futures: list[Future[Result]] = [Future() for _ in items]
     waiting = deque(zip(futures, items, strict=True))
 

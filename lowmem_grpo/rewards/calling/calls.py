@@ -57,8 +57,7 @@ class CallRecorder:
         self.values[name].append(MeanOf(number, value.count) if isinstance(value, MeanOf) else number)
 
     def weighted(self, name: str) -> list[tuple[float, float]]:
-        """Return (value, weight) for each value logged under `name`. A MeanOf's weight is its `count`; the weight of a
-        plain number is the number of completions divided by the number of values under `name`."""
+        """Return (value, weight) for each value logged under `name`; the weight of a MeanOf is its `count`."""
         values = self.values[name]
         return [(value, value.count if isinstance(value, MeanOf) else (self.num_completions or 1) / len(values))
                 for value in values]
@@ -69,8 +68,7 @@ class Call:
 
     def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float,
                  groups: Sequence[int] = ()) -> None:
-        """`groups` are the indices of the groups whose completions are in `lists`; empty if `lists` is the whole batch.
-        MissingColumnError if a required argument is not available."""
+        """`groups`: indices of the groups in `lists` (none: the whole batch). MissingColumnError as in `bind`."""
         self.name, self.completions = name, lists["completions"]
         self.own_limit = own_limit(func)
         self.limit = timeout if self.own_limit is None else self.own_limit
@@ -104,8 +102,8 @@ class Call:
             self.future.set_result(result)
 
     def run_alone(self) -> None:
-        """In the main thread, run to the end or the time limit, so that signal.alarm works as in TRL. In any other
-        thread, begin in a new daemon thread, with the caller's context variables, and return at once."""
+        """In the main thread, run the call to its end or time limit, so that signal.alarm works as in TRL. In any other
+        thread, start the call in a daemon thread, and return at once."""
         if SIGNAL is not None and threading.current_thread() is threading.main_thread():
             with suppress(OverTime), time_limit(self.limit):
                 self.run()
@@ -142,8 +140,8 @@ class Call:
 
 
 def wait_for(calls: list[Call]) -> None:
-    """Wait until all of these concurrent calls have ended. RewardError for the first that fails, TooLateError for those
-    past their time limits. An error cancels the other async calls; threads cannot be stopped."""
+    """Wait until all calls have ended. RewardError if a call fails, TooLateError if a call exceeds its time limit.
+    Either error cancels the other async calls; threads cannot be stopped."""
     try:
         while True:
             check(calls)
@@ -155,8 +153,7 @@ def wait_for(calls: list[Call]) -> None:
 
 
 def check(calls: list[Call]) -> None:
-    """Raise RewardError for a call that has failed, and TooLateError for calls that have passed their time limits, even
-    if they have finished since."""
+    """Raise RewardError if a call failed, and TooLateError if a call exceeded its time limit, even if it returned."""
     for call in calls:
         if call.future.done() and not isinstance(error := failure(call.future), (NoneType, OverTime)):
             first = repr(call.completions[0])[:120] if call.completions else None
@@ -193,8 +190,8 @@ class OverTime(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OverTime inside the block, in the main thread, after this many seconds, and again every second after that.
-    Blocking calls are interrupted at once, native computations only when they return to the interpreter."""
+    """Raise OverTime inside the block, in the main thread, after this many seconds, and again every second. Native code
+    is interrupted only when it returns to the interpreter."""
     if not math.isfinite(seconds):
         yield
         return
@@ -219,7 +216,6 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def watch(done: threading.Event, seconds: float) -> None:
-    """Send SIGNAL to the main thread after `seconds`, then every AGAIN seconds, until `done` is set."""
     main: Any = threading.main_thread().ident
     while not done.wait(seconds):
         signal.pthread_kill(main, SIGNAL)

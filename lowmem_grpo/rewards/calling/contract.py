@@ -1,7 +1,4 @@
-"""The contract of reward functions: their names, arguments, results and failures.
-
-Every failure becomes a RewardError, raised in the thread that asked for the rewards.
-"""
+"""The contract of reward functions: names, arguments, results and errors. Every failure becomes a RewardError."""
 
 import functools
 import inspect
@@ -67,9 +64,7 @@ def is_async(func: RewardFunction) -> bool:
 
 
 def may_be_early(func: RewardFunction, chosen: bool | None) -> bool:
-    """Return whether a function may be called while other groups are still sampled. It may not if it is marked
-    `after_sampling`, or if `chosen` (GRPOConfig.score_while_sampling) is False. Otherwise its `by_group` attribute
-    decides. Without that attribute, it may only if `chosen` is True."""
+    """Return whether a function may be called during sampling; `chosen` is GRPOConfig.score_while_sampling."""
     func = unwrap(func)
     if getattr(func, "after_sampling", False) or chosen is False:
         return False
@@ -82,8 +77,7 @@ def own_limit(func: RewardFunction) -> float | None:
 
 
 def passed_columns(columns: dict[str, list[Any]], episodes: bool = False) -> dict[str, list[Any]]:
-    """Return the columns that are passed to functions. RewardError for a column with the name of another
-    argument, such as `completions`."""
+    """Return the columns that functions get. RewardError for a column with the name of another argument."""
     clashes = [name for name in columns if name in (*RESERVED, *(OF_EPISODES if episodes else ()))]
     if clashes:
         raise RewardError(f"dataset columns {clashes} have names of reward function arguments; rename them (the keys "
@@ -113,8 +107,7 @@ def bind(name: str, func: RewardFunction, available: dict[str, Any]) -> functool
 
 
 def as_rewards(name: str, result: Any, expected: int) -> list[float | None]:
-    """Return a function's result as a list of floats and Nones. RewardError if it is not a list of `expected`
-    rewards."""
+    """Return a function's result as `expected` floats or Nones. RewardError for any other result."""
     try:
         rewards = [as_number(value) for value in as_list(result)]
     except Exception as error:  # conversions of other libraries' types may raise anything

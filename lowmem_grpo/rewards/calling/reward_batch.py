@@ -20,18 +20,17 @@ LINGER = 0.02  # seconds that the worker waits, so that groups that finish toget
 
 
 class RewardBatch(AbstractContextManager["RewardBatch"]):
-    """The calls of the reward functions on a batch of prompts. Create it before sampling. The engine passes finished
-    groups to `on_group` while other groups decode, and `settle` returns the scores. As a context manager, a batch is
-    closed at the end. All plain functions share one worker thread. Whenever the thread is free, it takes all waiting
-    groups and calls one function after the other on them. So plain functions may share state: they never run
-    concurrently, just as when a whole batch is scored. This holds only within a batch: threads cannot be stopped, so a
-    call of a failed batch may still run while the next batch is scored. Async functions are called for each group at
-    once. Errors are raised only by `wait`, and no call begins after a failure or after `close`."""
+    """The calls of the reward functions on a batch of prompts, some of them during sampling: the engine passes each
+    finished group to `on_group`. After sampling, `settle` returns all scores, or raises the first error.
+
+    Plain (not async) functions run one after another in a single thread, so they may share state. Each call gets all
+    finished groups that the function has not scored yet. An async function is called once for each group. After a
+    failure or `close`, no call begins. A running thread cannot be stopped, so a call may last into the next batch."""
 
     def __init__(self, scorer: RewardScorer, prompts: Sequence[Prompt | RolloutGroup], state: TrainerState | None,
                  clock: Clock | None = None) -> None:
-        """`prompts` are used only for their rows. `clock` measures the calls. Early calls get a copy of `state` made
-        now, because sampling changes its token counts. RewardError if any function needs a column that no row has."""
+        """Calls during sampling get a copy of the trainer's `state`, because sampling changes the token counts in it.
+        RewardError if a function needs a column that no row has."""
         self.rows = [prompt.row for prompt in prompts]
         self.columns, self.sizes = columns_of(self.rows), dict[int, int]()  # sizes: completions of each submitted group
         available = dict.fromkeys([*lists_of(scorer, [], self.columns), "trainer_state", "log_extra", "log_metric"])
@@ -52,11 +51,11 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
 
     @property
     def on_group(self) -> OnGroup | None:
-        """The callback that the engine calls for each finished group; None if no function is called early."""
+        """The callback that the engine calls for each finished group; None if no function is called during sampling."""
         return self.add_group if self.names else None
 
     def add_group(self, index: int, rollouts: list[Rollout]) -> None:
-        """Submit the finished rollouts of a prompt to the early functions, unless they were submitted before."""
+        """Submit the finished rollouts of a prompt to the functions that are called during sampling."""
         if not self.names or index in self.sizes:
             return
         self.sizes[index] = len(rollouts)
@@ -84,7 +83,7 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
             self.close()
 
     def work(self) -> None:
-        """Call every plain function on the waiting groups, until none are left."""
+        """Call every plain (not async) function on the waiting groups, until no group waits."""
         try:
             while calls := self.next_calls():
                 for call in calls:
@@ -112,8 +111,8 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
             return calls
 
     def wait(self, groups: list[RolloutGroup]) -> float:
-        """Wait until the early functions have scored all groups. Return for how many seconds at least one call ran
-        during sampling, before this wait. RewardError if a call failed or passed its time limit."""
+        """Wait until all calls that began during sampling have ended. Return for how many seconds at least one of them
+        ran before this wait. RewardError if a call failed or exceeded its time limit."""
         for index, group in enumerate(groups):
             self.add_group(index, group.rollouts)  # groups that the engine has not reported
         with self.changed:
@@ -142,16 +141,15 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
             return self.scores(groups)
 
     def scores(self, groups: list[RolloutGroup]) -> Scores:
-        """Return the scores of all groups. Functions that were not called early are called now, once on the batch."""
+        """Return the scores of all groups, after calling the functions that were not called during sampling."""
         rest = [name for name in self.scorer.names if name not in self.names]
         whole = self.scorer.call_whole(rest, lists_of(self.scorer, groups, self.columns), self.now)
         sizes = {index: len(group.rollouts) for index, group in enumerate(groups)}
         return self.scorer.scores([*self.calls, *whole], spans_of(sizes))
 
     def scored(self, index: int) -> Scores | None:
-        """Return the scores of group `index` while other groups are sampled; None if any score is missing or any call
-        failed. The scores begin with those of the group's completions. Those of other groups that the same calls scored
-        follow."""
+        """Return the scores of group `index` during sampling, followed by those of other groups that the same calls
+        scored. None if a score is missing or a call has failed."""
         with self.changed:
             calls = [call for call in self.calls if index in call.groups and call.future.done()]
         if self.failed is not None or len(calls) < len(self.scorer.names):
@@ -177,9 +175,8 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 
 
 class EpisodeMessages(list[Message]):
-    """All messages of an episode after its prompt: those of the assistant (with its tool calls), of tools and of the
-    environment. It equals the list that TRL passes to reward functions, except that `completion[0]` is the last
-    assistant message, because functions written for single answers read the answer there."""
+    """The messages of an episode after its prompt, as TRL passes them to reward functions. Only index 0 differs: it
+    gives the last assistant message, because functions written for single answers read the answer there."""
 
     def __getitem__(self, index: Any) -> Any:
         return self.answer if index == 0 else super().__getitem__(index)
@@ -196,8 +193,7 @@ def score_groups(scorer: RewardScorer, groups: list[RolloutGroup], state: Traine
 
 
 def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str]) -> Lists:
-    """Return the lists that are passed to functions for the rollouts of groups. A rollout's own columns take precedence
-    over those of its row. `completion_ids` are all tokens after the prompt."""
+    """Return the lists that functions get for rollouts. A rollout's own columns override those of its row."""
     pairs = [(group.row, rollout) for group in groups for rollout in group.rollouts]
     names = dict.fromkeys([*columns, *columns_of([rollout.columns for _, rollout in pairs])])
     values = {name: [rollout.columns.get(name, row.get(name)) for row, rollout in pairs] for name in names}
@@ -220,8 +216,8 @@ def prompt_of(row: dict[str, Any], rollout: Rollout) -> Any:
 
 
 def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
-    """Return a rollout as it is passed to functions: as text if the prompt is text (for an episode, the text of its
-    last turn), else as a chat. An episode without a turn gives an empty answer."""
+    """Return a rollout as functions get it. If the prompt is text, that is a text, for an episode that of the last
+    turn. Otherwise it is a chat."""
     if not rollout.ending or isinstance(row.get("prompt"), str):
         return [{"role": "assistant", "content": rollout.text}] if is_chat(row.get("prompt")) else rollout.text
     turns = rollout.turns or [Turn([], [], [], "stop")]

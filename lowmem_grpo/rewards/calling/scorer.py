@@ -1,14 +1,8 @@
-"""Call reward functions under TRL's contract, each within a time limit, and check their results.
+"""Call reward functions under TRL's contract (docs/rewards.md), each within a time limit, and check their results.
 
-A function is called by keyword with `prompts`, `completions` and `completion_ids`, a list for every dataset column,
-`trainer_state`, `log_extra(column, values)` and `log_metric(name, value)`. A function without **kwargs gets only the
-arguments that it names. It returns one number or None for each completion. Booleans, tensors and arrays are converted
-to numbers, with one warning; anything else is refused.
-
-Plain functions run one after another in the main thread, as in TRL, so that signal.alarm and code built on it work; a
-signal other than SIGALRM ends a function that takes too long. If the scorer is called in another thread, each function
-runs in a daemon thread. Async functions run together in one event loop, which lives as long as the scorer and also
-works inside a notebook's running loop. `reward_batch.py` calls functions early, in a thread.
+Functions that are not async run one after another in the main thread, as in TRL, so that signal.alarm works; a signal
+other than SIGALRM ends a function that takes too long. If the scorer is called in another thread, each function runs in
+a daemon thread. Async functions run together in one event loop, also inside a notebook's running loop.
 """
 
 import logging
@@ -61,13 +55,12 @@ class RewardScorer:
     def __init__(self, reward_funcs: RewardFunction | list[RewardFunction] | tuple[RewardFunction, ...],
                  weights: list[float] | None = None, timeout: float = 60.0, while_sampling: bool | None = None,
                  episodes: bool = False, late_columns: bool = False, override: Override | None = None) -> None:
-        """`timeout` is in seconds, for functions without their own `time_limit`. `while_sampling` is
-        GRPOConfig.score_while_sampling; `score` does not use it. `episodes`: completions are episodes, and functions
-        also get `environments` and `turns`. `late_columns`: rollouts add columns that are unknown before sampling.
-        `override` is called in place of the functions, on all completions of a batch with their rows, and returns
-        rewards (N, number of functions); it may call the functions with `call_rows`.
+        """`timeout`: seconds, for functions without their own `time_limit`. `while_sampling`:
+        GRPOConfig.score_while_sampling. `episodes`: completions are episodes, and functions also get `environments` and
+        `turns`. `late_columns`: rollouts add columns that are unknown before sampling. `override` is called in place of
+        the functions, on all completions of a batch with their rows, and returns rewards (N, number of functions).
 
-        A reward model may be given as an object or by name. TypeError for a value that is neither a function nor a
+        A reward model may be passed as an object or by name. TypeError for a value that is neither a function nor a
         model, ValueError for no functions, a wrong number of weights, or only zero weights."""
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self.funcs: list[RewardFunction] = list(functions)
@@ -92,14 +85,13 @@ class RewardScorer:
 
     @property
     def early(self) -> list[str]:
-        """The functions that may be called while other groups decode."""
+        """The names of the functions that may be called during sampling."""
         return [name for name, func in self.by_name.items()
                 if contract.may_be_early(func, self.while_sampling) and not (self.late_columns or self.override)]
 
     @property
     def required(self) -> list[str]:
-        """The `required` functions whose weight is not 0. If one of them returns None, the completion's
-        group is left out of the step."""
+        """The `required` functions with a weight other than 0: if one returns None, the step leaves the group out."""
         named = zip(self.names, self.funcs, self.weights, strict=True)
         return [name for name, func, weight in named if weight and getattr(contract.unwrap(func), "required", False)]
 
@@ -113,7 +105,6 @@ class RewardScorer:
         return self.score_lists(self.lists(prompts, completions, completion_ids, columns), trainer_state)
 
     def score_lists(self, lists: Lists, state: Any) -> Scores:
-        """Return the scores of N completions, with arguments made by `lists`."""
         return self.scores(self.call_whole(self.names, lists, state), {0: range(len(lists["completions"]))})
 
     def lists(self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
@@ -125,7 +116,7 @@ class RewardScorer:
         return lists
 
     def call_whole(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
-        """Call the functions of these names, or `override` in their place, on a batch; return the finished calls."""
+        """Call the functions `names`, or `override` in their place, on a whole batch; return the finished calls."""
         if self.override is None or not lists["completions"]:
             return self.call_each(names, lists, state)
         others = {name: values for name, values in lists.items() if name not in OF_COMPLETIONS}
@@ -146,7 +137,7 @@ class RewardScorer:
         self, rows: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids: list[list[int]],
         state: Any,
     ) -> list[list[float | None]]:
-        """Call all functions on N completions, one for each of `rows`; return their rewards, (N,) for each function."""
+        """Call all functions on N completions with N dataset rows; return the rewards, (N,) for each function."""
         lists = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         lists |= dict(zip(OF_COMPLETIONS, (prompts, completions, completion_ids), strict=True))
         contract.check_lengths(lists, len(completions))
@@ -154,7 +145,7 @@ class RewardScorer:
         return [self.called[name].rewards for name in self.names]
 
     def call_each(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
-        """Call each of these functions, plain ones first, and wait. All arguments are checked before the first call."""
+        """Call the functions `names`, the async ones last and together. Arguments are checked before any call."""
         calls = [self.call(name, lists, state) for name in names]
         together = [call for call in calls if contract.is_async(self.by_name[call.name])]
         alone = [call for call in calls if call not in together]
@@ -181,8 +172,8 @@ class RewardScorer:
 
 
 def put_together(calls: list[Call], names: list[str], spans: dict[int, range]) -> Scores:
-    """Return the scores of a batch, merged from calls on the whole batch and calls on some of its groups; `spans` are
-    the positions of each group's completions. RewardError for a result that is not a list of rewards."""
+    """Return the scores of a batch, merged from calls on the whole batch and on some groups; `spans` are the positions
+    of each group's completions. RewardError for a result that is not a list of rewards."""
     count = sum(map(len, spans.values()))
     by_name = {name: [call for call in calls if call.name == name] for name in names}
     returned: dict[str, list[float | None]] = {name: [None] * count for name in names}
@@ -199,14 +190,12 @@ def put_together(calls: list[Call], names: list[str], spans: dict[int, range]) -
 
 
 def put(values: list[Any], places: Sequence[int], parts: list[Any]) -> None:
-    """Write `parts[i]` to `values[places[i]]`, for every i."""
     for place, part in zip(places, parts, strict=True):
         values[place] = part
 
 
 def means_of(functions: list[list[CallRecorder]]) -> dict[str, float]:
-    """Return the means of the values passed to log_metric. The values from several calls of a function are weighted so
-    that they give the mean of a single call on the whole batch."""
+    """Return the mean of each logged metric, weighted so that several calls give the same mean as a single call."""
     weighed: dict[str, list[tuple[float, float]]] = defaultdict(list)
     cut = {name for recorders in functions if len(recorders) > 1 for recorder in recorders for name in recorder.values}
     for recorders in functions:

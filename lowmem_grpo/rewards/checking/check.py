@@ -1,5 +1,4 @@
-"""`rewards.check`, which tries reward functions on a model's completions before a run, and prints the result.
-Completions are printed as plain text, without markup."""
+"""`rewards.check`, which tries reward functions on a model's completions before a run, and prints the result."""
 
 import time
 from collections.abc import Sequence
@@ -82,15 +81,14 @@ def check(reward_funcs: Any, dataset: Any, model: "FastGeneration",
           console: Console | None = None, show: bool = True) -> RewardCheck:
     """Sample completions for `groups` prompts as a run with `args` would, score them, and report what is wrong.
 
-    It finds functions that fail, take too long, do not return a list of numbers, need a column that is missing, pay the
-    same for all completions, pay the same as another function, or pay for the empty answer. It also estimates the share
-    of groups whose rewards will differ: only these give the run a signal. `model` is what FastLanguageModel returned,
-    with LoRA or without. Its weights, the dataset and torch's random state are unchanged. Tables are printed unless
-    `show` is False. `timeout` is the seconds that each function may take here: by default `args.reward_timeout`, but at
-    most 10.
+    The check finds functions that fail, take too long, return no list of numbers, need a missing column, pay the same
+    for all completions, pay the same as another function, or pay for the empty answer. It estimates the share of groups
+    whose rewards will differ: only these give the run a signal. `model` is what FastLanguageModel returned, with LoRA
+    or without. The model's weights, the dataset and torch's random state are unchanged. `timeout` is the seconds that
+    each function may take here: by default `args.reward_timeout`, but at most 10.
 
-    Raises the errors of a trainer: TypeError for a value that is not a function, ValueError for a wrong number of
-    weights or for `groups` below 1, DataError for a dataset that cannot be trained on."""
+    TypeError for a value that is not a function, ValueError for a wrong number of weights or for `groups` below 1,
+    DataError for a dataset that cannot be trained on."""
     started = time.monotonic()
     if groups < 1:
         raise ValueError(f"groups is {groups}; at least one prompt has to be sampled")

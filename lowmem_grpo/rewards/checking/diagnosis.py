@@ -1,5 +1,4 @@
-"""Trials of reward functions, and the findings about them, each with its fix. Every function is tried by itself, so
-that the failure of one does not hide the faults of others."""
+"""Trials of reward functions, each by itself, and the findings from the trials."""
 
 import math
 import time
@@ -55,7 +54,6 @@ class RewardTrial:
 
 
 def try_all(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> list[RewardTrial]:
-    """Return a trial of each function of the scorer on all rollouts, each within the scorer's `timeout`."""
     functions = zip(scorer.names, scorer.funcs, scorer.weights, strict=True)
     return [try_function(name, func, weight, scorer.timeout, groups, state) for name, func, weight in functions]
 
@@ -113,8 +111,7 @@ def findings_of(trials: list[RewardTrial], group_size: int, columns: Sequence[st
 
 def failed(name: str, error: Exception, columns: Sequence[str], limit: float = math.inf, allowed: float = math.inf,
            dataset: str = "dataset") -> Finding:
-    """Return the finding that a function failed, with its fix. For a missing column, its message
-    lists the `columns` of the `dataset`."""
+    """Return the finding that a function failed; for a missing column, with the `columns` of the `dataset`."""
     if isinstance(error, TooLateError):
         severity = "error" if limit >= allowed else "warning"
         return Finding(severity, name, f"it did not return within {limit:g} s",
@@ -130,8 +127,7 @@ def failed(name: str, error: Exception, columns: Sequence[str], limit: float = m
 
 
 def missing_column(error: Exception, columns: Sequence[str]) -> str | None:
-    """If a function failed because a column is missing, return the words that name the column; else None. The column is
-    a required argument, or the key of a KeyError."""
+    """Return words that name the missing column which made a function fail; None if it failed for another reason."""
     if isinstance(error, MissingColumnError):
         return "it requires " + str(error).partition(" requires ")[2].partition("; available")[0]
     key = error.__cause__.args[0] if isinstance(error.__cause__, KeyError) and error.__cause__.args else None
@@ -182,8 +178,8 @@ def silent(trial: RewardTrial) -> Iterator[Finding]:
 
 
 def no_difference(trial: RewardTrial, group_size: int, telling: bool) -> Iterator[Finding]:
-    """Find a function that pays the same for all completions, or within each group, and so teaches nothing. If some
-    function tells completions apart (`telling`), a positive reward that all earn is only a note."""
+    """Find a function that pays the same for all completions, or within each group. If any function tells completions
+    apart (`telling`), a positive reward that all earn is only a note."""
     same = f"it pays {trial.paid[0]:g} for all {len(trial.paid)} completions" if len(set(trial.paid)) == 1 else ""
     if not trial.paid:
         yield from silent(trial)
@@ -230,9 +226,8 @@ def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
 
 
 def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = True) -> Iterator[Finding]:
-    """Report that most completions were cut off, or that few groups carry signal (their rewards differ). `failures` is
-    the number of functions that failed. Without `enough` groups to estimate a share, a lack of signal is reported only
-    if no group carries any."""
+    """Report that most completions were cut off, or that few groups have signal: rewards that differ. `failures` counts
+    the functions that failed. If `enough` is False, a lack of signal is reported only if no group has any."""
     with_signal, rollouts = groups_with_signal(groups), [rollout for group in groups for rollout in group.rollouts]
     cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     if cut > MOSTLY_CUT:
@@ -248,10 +243,8 @@ def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = 
 
 
 def about_rewards(groups: list[RolloutGroup], weights: Mapping[str, float]) -> list[Finding]:
-    """Return findings about the rewards of a step's completions, as in `rewards.check`; `weights` are by function
-    name. With fewer than ENOUGH_GROUPS groups, it reports only that most completions were cut off, that no group has
-    signal, that rewards are NaN or infinite, or that no function paid anything. If no group has signal, functions that
-    pay the same for all are not listed one by one."""
+    """Return the findings about the rewards of a training step; `weights` are by function name. With fewer than
+    ENOUGH_GROUPS groups, or if no group has signal, functions that pay the same for all completions are not listed."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     trials = [RewardTrial(name, "reward", weight, [rollout.rewards.get(name) for rollout in rollouts],
                     invalid=sum(name in rollout.invalid_rewards for rollout in rollouts))

@@ -1,5 +1,4 @@
-"""The base class of judges, with a cache and a meter; and the rewards from a judge's scores. If the judge fails, the
-group is left out of the step, and the run continues."""
+"""The base class of judges, and the rewards from their scores. If a judge fails, the step leaves out the group."""
 
 import inspect
 import logging
@@ -58,16 +57,15 @@ class Round(Meter):
 
 
 class Judge:
-    """The base class of judges. Each defines `rate(questions) -> Round`, which may be async, and which records failures
-    in the Round instead of raising errors."""
+    """The base class of judges. A judge defines `rate(questions) -> Round`, which may be async. Failures raise no
+    error: they are recorded in the Round."""
 
     after_sampling = False  # `rate` uses the rollout engine
     time_limit: float  # seconds within which `rate` returns
     rate: Any  # defined by each judge
 
     def __init__(self, name: str, cache_size: int, **gone: Any) -> None:
-        """`cache_size` is the number of questions whose ratings are kept. ValueError if it is negative; TypeError, with
-        what to do instead, for an unknown or removed option (`gone`)."""
+        """`cache_size` is the number of cached questions. TypeError for an unknown or removed option."""
         for option in gone:
             raise TypeError(f"a judge has no option {option!r}: {GONE.get(option, 'see docs/judge.md')}")
         require("cache_size", cache_size, at_least(0))
@@ -77,7 +75,7 @@ class Judge:
         self.warned = set[str]()  # kinds of trouble
 
     def begin(self, questions: list[Question]) -> tuple[Round, list[Question]]:
-        """Return a round that holds the cached ratings, and the distinct questions that are not in the cache."""
+        """Return a `Round` with the cached ratings, and the distinct questions that are not in the cache."""
         now = Round()
         now.found = {question: ratings for question in questions if (ratings := self.cache.get(question.key))}
         now.known = set(now.found)
@@ -86,14 +84,14 @@ class Judge:
         return now, waiting
 
     def learn(self, now: Round, question: Question, ratings: Ratings) -> None:
-        """Store a question's ratings in the round and in the cache."""
+        """Store a question's ratings in the `Round` and in the cache."""
         now.found[question] = self.cache[question.key] = ratings
         now.failed -= 1
         while len(self.cache) > self.cache_size:
             self.cache.popitem(last=False)
 
     def end(self, now: Round) -> Round:
-        """Add the round to the meter, and return it. Log one warning for each new kind of trouble."""
+        """Add the cost of a `Round` to the meter, and warn once of each kind of failure; return the `Round`."""
         self.meter.add(now)
         for trouble in now.troubles:
             if trouble.kind not in self.warned:
@@ -136,9 +134,8 @@ class JudgeReward(Reward):
         return self.settle(places, self.judge.rate([*asked]), call)
 
     def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Place]:
-        """Return each completion's question, and its index among the question's answers. A group is consecutive
-        completions with the same prompt, and in episodes the same seed. The judge sees equal completions of a group
-        once. TypeError without prompts."""
+        """Return each completion's question, and the completion's index among the question's answers. Equal completions
+        of a group are one answer. TypeError without prompts."""
         if (prompts := call.get("prompts")) is None:
             raise TypeError(f"{self.__name__} shows the judge each prompt and got no prompts; a trainer passes them")
         nothing = [None] * len(texts)
@@ -158,7 +155,7 @@ class JudgeReward(Reward):
         return places
 
     def settle(self, places: list[Place], now: Round, call: dict[str, Any]) -> list[float | None]:
-        """Return the rewards for a round's scores (None where there is no score), and log the round."""
+        """Return the rewards from the scores of a `Round` (None where there is no score), and log its cost."""
         if now.troubles:
             self.trouble = now.troubles[-1]
         ratings = [self.rating_of(*place, now) for place in places]
@@ -166,8 +163,7 @@ class JudgeReward(Reward):
         return [reward for reward, _ in ratings]
 
     def rating_of(self, question: Question, number: int, now: Round) -> tuple[float | None, str]:
-        """Return the reward of a completion, and the judge's reason. The judge is not asked about a group of identical
-        completions, which get EQUAL, or 0 if the text is empty."""
+        """Return the reward of a completion (None if it was not judged), and the judge's reason."""
         if not question.is_open:
             return EQUAL if question.answers[0].strip() else 0.0, "nothing to compare"
         if question not in now.found:

@@ -1,8 +1,7 @@
-"""The question to a judge and the strict reading of its reply: a reply in another form gives no score.
+"""The question to a judge, and the strict reading of the judge's reply: a reply in another form gives no score.
 
-The question has instructions, then the material to judge, which stands between marks that no answer can forge. Whole
-trajectories are written with one message per line, as JSON, so that no message can look like two. A space breaks
-control tokens in the material, so that no answer can end its chat turn or begin one in another role.
+The material to judge stands between marks that no answer can forge. A transcript has one message per line, as JSON, so
+that no message can look like two. A space inside each control token keeps an answer from ending its chat turn.
 """
 
 import hashlib
@@ -69,8 +68,8 @@ def read_reply(reply: str, count: int, low: float, high: float, grouped: bool) -
 
 
 def json_object(reply: str) -> dict[str, Any]:
-    """Return the one JSON object in a reply, after any thinking and inside any code fence. BadReplyError if there is
-    any other text around it, because an object in such text may be a quote from an answer."""
+    """Return the JSON object in a reply, after any thinking and inside any code fence. BadReplyError if there is other
+    text: an object in it may be a quote from an answer."""
     for said in (reply, reply.rpartition("</think>")[2]):  # the whole first, because a reason may mention the tag
         try:
             value = json.loads(unfenced(said, anywhere=False), object_pairs_hook=once_each)
@@ -115,8 +114,7 @@ TRIES = 20
 
 def broken(text: str) -> str:
     """Return the text with a space inside each likely control token of well-known model families, for a judge whose
-    tokenizer is unknown. Text that many tokenizers would normalise to such a token, by removing invisible characters
-    and applying NFKC (wide characters become narrow), is broken too."""
+    tokenizer is unknown. Control tokens with invisible characters or wide letters in them count too."""
     pairs = [(char, place) for place, letter in enumerate(text) if not INVISIBLE.match(letter)
              and unicodedata.category(letter) != "Cf" for char in unicodedata.normalize("NFKC", letter)]
     matches = CONTROL.finditer("".join(char for char, _ in pairs))
@@ -125,9 +123,8 @@ def broken(text: str) -> str:
 
 
 def without_controls(text: str, tokenizer: Any) -> str:
-    """Return the text with a space inside each part that the tokenizer would encode as a control token, even if only
-    after normalising it, for example to lower case. Breaking one token may create another, so this is repeated, at most
-    TRIES times."""
+    """Return the text with a space inside each part that the tokenizer would encode as a control token. Breaking one
+    token may create another, so this is repeated, at most TRIES times."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     controls = {control for control in (*added, *tokenizer.all_special_tokens) if len(control) > 1 and control.strip()}
     for control in sorted(controls, key=len, reverse=True):
@@ -203,8 +200,7 @@ class Question:
 
     @property
     def mark(self) -> str:
-        """The mark in the lines around the material: the beginning of `key`, a hash of the answers too. So no answer
-        can contain it."""
+        """The mark around the material: a hash of the question with its answers, so that no answer can contain it."""
         return self.key[:12]
 
     @property
@@ -222,7 +218,7 @@ class Question:
 
     @property
     def user(self) -> str:
-        """The material: the task, the reference if there is one, and each answer, with control tokens broken."""
+        """The material (task, reference if any, and answers), with a space in each control token."""
         parts = [("TASK", self.prompt)]
         if self.reference is not None:
             parts.append(("REFERENCE ANSWER (a guide for you; other answers can be right too)", self.reference))
@@ -237,7 +233,7 @@ class Question:
         return [{"role": role, "content": HALF.sub("?", text)} for role, text in texts.items()]
 
     def read(self, reply: str) -> Ratings:
-        """Return (score, reason) of each answer in order. BadReplyError for a reply in any other form."""
+        """Return (score, reason) of each answer, in order. BadReplyError for a reply in another form than asked for."""
         return read_reply(reply, len(self.answers), self.low, self.high, self.grouped)
 
 

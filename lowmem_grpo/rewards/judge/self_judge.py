@@ -39,7 +39,6 @@ class SelfJudge(Judge):
         self.memory = RunMemory()  # with its own batch bound, since questions are longer than the run's prompts
 
     def rate(self, questions: list[Question]) -> Round:
-        """Return a round with the ratings of the questions that the base model answered. Failures raise no error."""
         now, waiting = self.begin(questions)
         faults: dict[Question, Any] = dict.fromkeys(waiting)
         for temperature in (self.temperature, max(self.temperature, SECOND_TEMPERATURE)):

@@ -1,6 +1,5 @@
 """A judge behind an OpenAI-compatible URL, asked concurrently while other completions are sampled. No message shows the
-API key, a password in the URL, or terminal control characters. Of the rewards, only this file imports
-OpenAI's client."""
+API key, a password in the URL, or terminal control characters."""
 
 import asyncio
 import inspect
@@ -52,14 +51,13 @@ class UrlJudge(Judge):
                  options: dict[str, Any] | None = None, **gone: Any) -> None:
         """None for `base_url` or `api_key` means the client's default (OpenAI's URL, OPENAI_API_KEY).
 
-        timeout: seconds without any answer. deadline: seconds for all questions of one call, with retries.
-        retries: further requests after a transient error (408, 409, 429, 5xx, a time-out, a lost connection; 0.5 to 8 s
-        later or when the server says), and after a reply without scores. concurrency: concurrent requests in the whole
-        run. options: further arguments of each request, such as
-        {"temperature": 0, "max_tokens": 2000, "reasoning_effort": "low", "response_format": {"type": "json_object"}}.
+        timeout: seconds without any answer. deadline: seconds for all questions of one call, with retries. retries:
+        further requests after a transient error (408, 409, 429, 5xx, a time-out, a lost connection; 0.5 to 8 s later or
+        when the server says), and after a reply without scores. concurrency: concurrent requests in the whole run.
+        options: further arguments of each request, such as {"temperature": 0, "max_tokens": 2000, "reasoning_effort":
+        "low", "response_format": {"type": "json_object"}}.
 
-        ValueError for invalid settings, a missing key or one that no HTTP header can hold, an invalid URL, or an option
-        that the API does not know."""
+        ValueError for an invalid setting, key or URL, or an option that the API does not know."""
         super().__init__(model, cache_size, **gone)
         where = str(base_url).rpartition("@")[2].partition("?")[0][:99]  # without a password
         require("base_url", where, ("an address that begins with http:// or https://, or None for OpenAI's own",
@@ -101,7 +99,6 @@ class UrlJudge(Judge):
         self.url = str(client.base_url.copy_with(username="", password="", query=None)).rstrip("/")
 
     async def rate(self, questions: list[Question]) -> Round:
-        """Return a round with the ratings of the questions answered within the deadline. Failures raise no error."""
         now, waiting = self.begin(questions)
         try:
             async with asyncio.timeout(self.deadline):
@@ -121,7 +118,7 @@ class UrlJudge(Judge):
         return self.sessions[loop]
 
     async def answer(self, question: Question, now: Round) -> None:
-        """Ask a question, and repeat it up to `retries` times until a reply has scores; store the ratings in `now`."""
+        """Ask a question, with `retries` retries while replies have no scores; store the ratings in the Round `now`."""
         fault: str | None = None
         for left in range(self.retries, -1, -1):
             try:
@@ -138,7 +135,7 @@ class UrlJudge(Judge):
                 return now.report(kind, f"{self.url} {does} ({self.plain(error.__cause__ or error)})", fix)
 
     async def ask(self, question: Question, fault: str | None, now: Round) -> Ratings:
-        """Return the ratings in the reply to a question, and add its cost to `now`; `fault` describes what was wrong
+        """Return the ratings in the reply to a question, and add its cost to the Round `now`. `fault`: what was wrong
         with the previous reply. BadReplyError for a reply without ratings; any other error if there is no reply."""
         client, places = self.session()
         create: Any = client.chat.completions.create
@@ -177,9 +174,8 @@ def is_address(url: str) -> bool:
 
 
 async def read_body(response: Any) -> None:
-    """Read a response's body without decompressing it, as that could make it a thousand times as large. The charset
-    that the response names is ignored (the body is UTF-8), because Python has compressing charsets too. OpenAIError,
-    which the client does not retry, if the body has more than REPLY_BYTES."""
+    """Read a response's body without decompression, which could make it a thousand times as large. The response's
+    charset is ignored, because Python has compressing charsets too. OpenAIError for a body of more than REPLY_BYTES."""
     body = bytearray()
     async for piece in response.stream:
         body += piece

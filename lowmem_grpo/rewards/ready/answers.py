@@ -73,9 +73,8 @@ def boxed_match(column: str = "answer") -> TextVerifier:
     r"""Return a verifier: the last \boxed{...} contains the label, as the same number or the same text.
 
     Spaces, dollar signs, \left and the like are ignored, and so is a unit that only one side has; lists may be in any
-    order. The label may be boxed itself, or state its answer ("... #### 43", "The answer is 43."). For a label that is
-    a sentence or a number in words, the same text is right, and any other gives no verdict. `math_match` also accepts
-    x+1 for 1+x.
+    order. The label may be boxed, or state its answer ("... #### 43", "The answer is 43."). If the label is a sentence
+    or a number in words, an answer with another text gives no verdict. `math_match` also accepts x+1 for 1+x.
     """
     return TextVerifier("boxed_match", same_boxed, column)
 
@@ -85,8 +84,7 @@ def same_boxed(text: str, label: Any) -> Verdict:
 
 
 def same_answer(answer: str | None, label: Any, ask: Ask) -> Verdict:
-    """Return whether an answer equals the label. Return None for an empty label, and if they differ and the label is
-    prose. `ask` compares expressions."""
+    """Return whether an answer equals the label; None for an empty label, and for a label in words that differs."""
     written = stated(label_text(label)) if label is not None else ""
     wanted = read_answer(written)
     if not wanted.tokens:
@@ -173,8 +171,7 @@ def holds(text: str, validator: Any = None) -> bool:
 
 
 def is_valid(text: str, validator: Any) -> bool:
-    """Return whether a text is JSON that the validator accepts; without a validator, an object or a list. JSON that
-    Python cannot parse (nested too deeply, or a number with too many digits) is refused."""
+    """Return whether a text is JSON that the validator accepts; without a validator, any JSON object or list."""
     try:
         value = json.loads(text, parse_float=finite, parse_constant=finite)
         return isinstance(value, (dict, list)) if validator is None else bool(validator.is_valid(value))

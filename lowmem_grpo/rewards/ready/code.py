@@ -1,18 +1,10 @@
-"""The verifier of Python code by a row's tests. The code runs in a sandbox and cannot forge its verdict.
+"""The verifier of Python code by a row's tests. The code runs in a sandbox, and cannot forge its verdict.
 
     tests = rewards.code_passes_tests()              # a verifier; `tests` is the dataset's column
     reward_funcs = [tests.reward(), tests.share()]   # 1 if all tests pass; the share of tests that pass
 
-A row has one test or a list of tests, also as JSON text, or in the layout of a public dataset (docs/rewards.md). Tests
-are asserts, pytest or unittest tests, calls, or programs:
-
-    "assert add(1, 2) == 3"    {"call": "add", "args": [1, 2], "expected": 3}    {"input": "1 2", "output": "3"}
-
-A test that no code can pass gives no verdict. Preflight refuses rows with such a test; in a run, code that passes the
-row's other tests gets None.
-
-`lowmem_grpo.rewards.sandbox` documents what the sandbox prevents and what it does not. For several rewards in one run,
-use `.reward()` and `.share()` of one verifier, which keeps its last verdicts, so that each completion runs only once.
+Make both rewards from one verifier: it keeps its last verdicts, so that each completion runs only once. docs/rewards.md
+has the layouts of tests, and `lowmem_grpo.rewards.sandbox` says what the sandbox prevents.
 """
 
 import logging
@@ -45,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 def python_code(text: str) -> str | None:
     """Return the code of a completion: its last ```python block, else its last block without a language, else the
-    content of <code>, else the whole text. A block without a closing fence counts, because the fence may have been a
-    stop string. As in Markdown, lines lose as much indentation as the opening fence has."""
+    content of <code>, else the whole text. A block may lack the closing fence, which may have been a stop string."""
     blocks = [(language.lower(), re.sub(f"(?m)^[ \t]{{1,{len(indent)}}}", "", code) if indent else code)
               for indent, _, language, code in FENCED.findall(text)]
     for languages in (PYTHON, ("",)):
@@ -59,16 +50,15 @@ def code_passes_tests(
     column: str = "tests", isolation: str | None = None, limits: Limits | None = None, workers: int | None = None,
     where: Place = python_code, batch_seconds: float = BATCH_SECONDS, function: str | None = None,
 ) -> "CodeVerifier":
-    """Return a verifier of Python: right if the code passes every test of its row. None (no verdict) if
-    the row has no tests, or none that can run.
+    """Return a verifier of Python: right if every test of the row passes, wrong if a test fails, else None: the row has
+    no tests, or a test gives no verdict.
 
     `function` is the column that names the tested function if the tests do not: HumanEval's entry_point,
-    LiveCodeBench's metadata. `isolation`: None is bubblewrap; "process" is an opt-in to less protection. `limits` apply
-    to each completion. `workers` is the number of completions that run at a time, by default one per CPU. After
-    `batch_seconds` no further completion of a call begins: the rest get None, with a warning.
+    LiveCodeBench's metadata. `isolation`: None is bubblewrap; "process" protects less. `limits` apply to each
+    completion. `workers` completions run at a time, by default one per CPU. Completions that have not begun after
+    `batch_seconds` of a call get None, with a warning.
 
-    SandboxError, with the fix, if the isolation does not work here; ValueError for an unknown isolation, fewer than one
-    worker, or batch_seconds that are not positive.
+    SandboxError, with the fix, if the isolation does not work here; ValueError for an invalid setting.
     """
     return CodeVerifier(column, isolation, limits, workers, where, batch_seconds, function)
 
@@ -100,10 +90,8 @@ class CodeVerifier(Verifier):
     def judge(
         self, completions: list[str], tests: list[Any], functions: list[Any] | None = None, skip_faulty: bool = False
     ) -> list[list[TestVerdict] | None]:
-        """Return a list of verdicts for each of N completions, one verdict for each test; None for a row without tests,
-        or if the code did not begin in time. Equal code with equal tests runs once. ValueError for tests that cannot be
-        read; with `skip_faulty`, their rows get None instead. SandboxError if the sandbox stops working. No completion
-        can make this raise an error."""
+        """Return each completion's verdicts on its tests; None for a row without tests, or if the code did not begin in
+        time. ValueError for unreadable tests (None with `skip_faulty`), SandboxError if the sandbox stops working."""
         rows = [None if is_absent(row) else (as_python(row), function_in(name)) for row, name in
                 zip(tests, functions or [None] * len(tests), strict=True)]
         known = {repr(row): row for row in rows if row is not None}
@@ -156,7 +144,6 @@ class OfTests(Reward):
     verifier: CodeVerifier
 
     def fault_of_row(self, row: dict[str, Any]) -> str | None:
-        """Return the reason why a row can never get a verdict; None if it can."""
         tests, *functions = (row.get(name) for name in self.columns)
         if is_absent(tests):
             return None
@@ -231,8 +218,7 @@ def unreadable(tests: Any, function: str | None = None) -> str | None:
 
 
 def verdict_of(tests: list[TestVerdict] | None) -> Verdict:
-    """Return the verdict on a completion: False if a test failed, True if all tests passed. In all other cases return
-    None: some test has no verdict, or the code was not run."""
+    """Return the verdict on a completion: False if a test failed, True if all tests passed, else None."""
     if tests is None or (untestable(tests) and all(test.passed or test.untestable for test in tests)):
         return None
     return all(test.passed for test in tests)

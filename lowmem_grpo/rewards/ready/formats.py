@@ -1,5 +1,4 @@
-"""Rewards for the form of a completion: a verifier of its whole tag format and a reward for each tag; its length in
-tokens, words or characters; a penalty for completions near the length limit, and one for repetition."""
+"""Rewards for the form of a completion: its tags, its length, and repetition."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,13 +12,11 @@ REASONING_TAGS = ("<start_working_out>", "<end_working_out>", "<SOLUTION>", "</S
 
 
 def format_match(tags: tuple[str, ...] = REASONING_TAGS, opened: bool = False) -> TextVerifier:
-    """Return a verifier: each tag occurs once and in this order, with text inside each pair and only white space after
-    the last tag.
+    """Return a verifier: each tag occurs once, in order, with text inside each pair and only white space at the end.
 
     `tags` are pairs: opening, closing, opening, closing, ... If `tags` is ("<think>", "</think>"), any text may follow,
-    and the thought may be empty, as in TRL's `think_format_reward`. With `opened` the prompt ends with the first tag,
-    as in chat templates for reasoning, and the completion continues after it. ValueError for an odd number of tags, or
-    tags that are equal or part of each other.
+    and the thought may be empty, as in TRL's `think_format_reward`. With `opened`, the prompt ends with the first tag,
+    so the completion does not have it. ValueError for an odd number of tags, or if a tag is part of another.
     """
     return TextVerifier("format_match", keeps_format, tags=checked(tags), opened=opened)
 
@@ -43,7 +40,7 @@ def pay_tags(text: str, tags: tuple[str, ...], opened: bool, once: float, otherw
 
 
 def keeps_format(text: str, tags: tuple[str, ...], opened: bool) -> bool:
-    """Return whether a text has the format, in linear time: each tag is counted, then the text is split at each."""
+    """Return whether a text has the format, in linear time."""
     complete = tags[0] + text if opened else text
     if tags == THOUGHT:
         return complete.startswith(tags[0]) and complete.count(tags[0]) == 1 and tags[1] in complete
@@ -107,9 +104,8 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Call
         (max - cache - C) / cache            up to max_completion_length: from 0 down to -1
         -1                                   above
 
-    Add it to `reward_funcs` with the run's own `max_completion_length`: a truncated completion then gets -1. It is
-    added to the other rewards with its weight in `reward_weights`. ValueError unless
-    1 <= cache_length <= max_completion_length.
+    With the run's own `max_completion_length`, a truncated completion gets -1. ValueError unless 1 <= cache_length <=
+    max_completion_length.
     """
     require("max_completion_length", max_completion_length, at_least(1, int))
     require("cache_length", cache_length, at_least(1, int))
@@ -127,10 +123,7 @@ def soft_overlong_penalty(max_completion_length: int, cache_length: int) -> Call
 
 def repetition_penalty(ngram: int = 4, worst: float = -1.0) -> TokenReward:
     """Return a reward: `worst` times the share of a completion's token n-grams that repeat an earlier one (arXiv
-    2502.03373).
-
-    It is 0 if no n-gram repeats, or with fewer than `ngram` tokens. ValueError for a positive `worst`.
-    """
+    2502.03373), 0 with fewer than `ngram` tokens. ValueError for a positive `worst`."""
     require("ngram", ngram, at_least(1, int))
     require("worst", worst, number("finite, and 0 or below", lambda value: -math.inf < value <= 0))
     return TokenReward("repetition_penalty", pay_repetition, ngram=ngram, worst=worst)

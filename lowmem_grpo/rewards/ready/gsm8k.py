@@ -1,14 +1,4 @@
-"""The five usual GSM8K rewards: for a right answer, for an integer answer, and three for the format.
-
-Each follows the contract of reward functions: it is called by keyword and returns one float for each completion. A
-completion is a string, or a list of chat messages, of which the last assistant message counts.
-
-    correctness      2.0    the text inside <answer> equals the label
-    int              0.5    the text inside <answer> is an integer
-    strict format    0.5    the whole completion is the format, line breaks included
-    soft format      0.5    it begins with <reasoning>...</reasoning>, then <answer>...</answer>
-    xmlcount         0.125  for each of the four tags found exactly once; -0.001 a character after the first </answer>
-"""
+"""The five usual GSM8K rewards: for a right answer, for an integer answer, and three for the format."""
 
 import re
 from typing import Any
@@ -45,8 +35,7 @@ def extract_hash_answer(text: str) -> str | None:
 
 
 def correctness_reward_func(prompts: list[Any], completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
-    """Return 2.0 for each completion whose extracted answer equals the label, or the answer that the label states, else
-    0.0. An empty answer is never right."""
+    """Return 2.0 for each completion whose <answer> equals the label or the answer that the label states, else 0.0."""
     extracted = [extract_xml_answer(text) for text in completion_texts(completions)]
     labels = [[form.strip() for each in labels_of(cell) for form in (
         str(each), extract_hash_answer(str(each)) or stated(str(each)))] for cell in answer]
@@ -54,7 +43,7 @@ def correctness_reward_func(prompts: list[Any], completions: list[Any], answer: 
 
 
 def int_reward_func(completions: list[Any], **_: Any) -> list[float]:
-    """Return 0.5 for each completion whose extracted answer is an integer (digits with an optional sign), else 0.0."""
+    """Return 0.5 for each completion whose <answer> is an integer (digits with an optional sign), else 0.0."""
     extracted = [extract_xml_answer(text) for text in completion_texts(completions)]
     return [0.5 if INTEGER.fullmatch(text) else 0.0 for text in extracted]
 
@@ -72,8 +61,7 @@ def soft_format_reward_func(completions: list[Any], **_: Any) -> list[float]:
 
 
 def keeps_softly(text: str) -> bool:
-    """Return whether the text begins with <reasoning>...</reasoning><answer>, and </answer> comes later. Only the first
-    </reasoning><answer> is checked: if no </answer> follows it, none follows a later one."""
+    """Return whether the text begins with <reasoning>...</reasoning><answer>, and </answer> comes later."""
     joint = JOINT.search(text) if text.startswith("<reasoning>") else None
     return joint is not None and text.find("</answer>", joint.end()) >= 0
 
@@ -85,5 +73,4 @@ def xmlcount_reward_func(completions: list[Any], **_: Any) -> list[float]:
 
 
 def count_single_tags(text: str) -> int:
-    """Return the number of the four tags that occur exactly once, 0 .. 4."""
     return sum(text.count(tag) == 1 for tag in TAGS)

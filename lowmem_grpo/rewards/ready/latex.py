@@ -1,7 +1,7 @@
 r"""The tokens of an answer in LaTeX or plain text. Notations that certainly mean the same give the same tokens.
 
 A token is a number, a run of letters, a command or a sign. White space is not a token, but separates numbers: 3 4 are
-two tokens. `\frac12` gets its braces. The content of \text{...} follows a token \text.
+two tokens. `\frac12` is read as `\frac{1}{2}`. The content of \text{...} follows a token \text.
 """
 
 import re
@@ -38,7 +38,6 @@ ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "√": 1, "^": 1, "_": 1}
 
 
 def tokens_of(answer: str) -> tuple[str, ...]:
-    """Return the tokens of an answer."""
     text = signs_in_latex(answer.strip()).translate(SIGNS)
     text = text.strip("$") if text.startswith("$") and text.endswith("$") else text
     for written, meant in WRITTEN.items():

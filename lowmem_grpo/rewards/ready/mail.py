@@ -13,17 +13,14 @@ GREETING_LINES = 2  # lines at the top of a mail that may hold the recipient's n
 
 
 def email_rewards(signature: str, longest_words: int = 150) -> list[Reward]:
-    """Return the five rewards of the e-mail example: `reward_funcs=[*email_rewards("Best regards,\\nAda")]`. Each pays
-    at most 1, but `too_long` pays -1 for a reply of more than `longest_words` words.
-
-    The dataset needs the columns `keyword`, `ideal` (a perfect reply) and `recipient` (a name).
-    """
+    """Return the five rewards of the e-mail example. Each pays at most 1; `too_long` pays -1 above `longest_words`
+    words. The dataset needs the columns `keyword`, `ideal` (a perfect reply) and `recipient` (a name)."""
     return [keyword_present(), ideal_answer(), too_long(longest_words, "words"), recipient_named(), signed(signature)]
 
 
 def keyword_present(present: float = 1.0, absent: float = 0.0, column: str = "keyword") -> TextReward:
     """Return a reward that pays `present` if the completion contains the row's keyword as a whole word, in any case,
-    else `absent`. If the row has a list of keywords, all are required. None if it has no keyword."""
+    else `absent`. All keywords of a list are required. None if there is no keyword."""
     return TextReward("keyword_present", pay_keywords, column, present=present, absent=absent)
 
 

@@ -35,8 +35,7 @@ class MathWorker:
         self.known: dict[tuple[str, str], bool] = {}
 
     def ask(self, label: str, answer: str) -> bool:
-        """Return whether label and answer are equal, from the cache if known. TooSlowError if the comparison exceeds
-        SECONDS, RuntimeError if the process does not start."""
+        """Return whether label and answer are equal. TooSlowError if the comparison takes too much time or memory."""
         with self.lock:
             if (label, answer) not in self.known:
                 self.start()
@@ -47,7 +46,7 @@ class MathWorker:
             return self.known[label, answer]
 
     def start(self) -> None:
-        """Start the process unless it is alive, and wait until it is ready. RuntimeError if it does not start."""
+        """Start the process unless it is alive. RuntimeError if it does not start."""
         if self.process is not None and self.process.poll() is None:
             return
         worker = Path(__file__).with_name("math_worker.py")
@@ -115,11 +114,10 @@ class MathMatch(Verifier):
 
 
 def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
-    r"""Return a verifier: the answer, by default the content of the last \boxed{...}, is mathematically equal to the
-    label.
+    r"""Return a verifier: the answer, by default in the last \boxed{...}, is mathematically equal to the label.
 
     Equal texts and numbers are recognised at once. Other pairs are compared by math-verify in a separate process, in a
-    few milliseconds for each new pair. The process is killed if a comparison takes more than 2 s of CPU time, and that
+    few milliseconds for each new pair. If a comparison takes more than 2 s of CPU time, the process is killed, and the
     answer counts as wrong. After 5 such comparisons in one call, answers that need a comparison get None. ImportError
     if math-verify is not installed; a verdict raises RuntimeError if the process does not start.
     """

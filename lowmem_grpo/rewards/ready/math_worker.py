@@ -1,9 +1,9 @@
 """The process in which math-verify compares answers: `python math_worker.py SECONDS`. It prints "ready", then reads a
 pair per line and prints a verdict per line.
 
-An answer can make sympy compute practically forever (9^{9^9}), in C code that no signal handler and no thread can
-interrupt. So the kernel kills this process when a comparison has used its seconds of CPU time, and a comparison that
-needs more than MEMORY_BYTES fails. The caller then starts another process.
+An answer such as 9^{9^9} can keep sympy busy practically forever, in C code that no signal handler or thread can
+interrupt. So the kernel kills this process when a comparison has used its seconds of CPU time. A comparison that needs
+more than MEMORY_BYTES fails.
 """
 
 import json
@@ -24,7 +24,7 @@ MEMORY_BYTES = 4 * 2**30  # address space
 
 
 def verdict(label: str, answer: str) -> bool:
-    """Return whether math-verify finds two expressions equal, and their values at a point do not contradict it."""
+    """Return whether math-verify finds two expressions equal, and their values agree at a point."""
     gold, reading = read(label), read(answer)
     if len(gold) != 1 or len(reading) != 1:
         return False
@@ -38,8 +38,8 @@ def read(answer: str) -> list[sympy.Basic]:
 
 
 def agree(label: sympy.Basic, answer: sympy.Basic) -> bool:
-    """Return whether two expressions have the same value, to many digits, at one point: math-verify treats all tiny
-    numbers as equal. Return True if one of them has no numerical value at that point."""
+    """Return whether two expressions have the same value, to many digits, at one point (True if one of them has no
+    value there): math-verify treats all tiny numbers as equal."""
     names = sorted(label.free_symbols | answer.free_symbols, key=str)
     point = {symbol: sympy.Rational(1000 + 37 * number, 613) for number, symbol in enumerate(names)}
     wanted, value = (side.subs(point).doit().evalf(DIGITS) for side in (label, answer))

@@ -1,10 +1,8 @@
 r"""The structure of a mathematical answer, and the comparison of two answers.
 
 An answer is split at unambiguous structure: lists, equations and inequalities, unions, brackets, matrices, the two
-values of \pm. The parts are compared one by one. Parts that cannot be split are equal if their tokens or their numbers
-are equal. If both parts are certainly expressions, `ask` may also find them equal.
-
-A unit is a currency, a percent sign or a word before or after the number of an answer.
+values of \pm. Parts that cannot be split are equal if their tokens or their numbers are equal. If both are certainly
+expressions, `ask` may also find them equal. A unit is a currency, a percent sign or a word beside a number.
 """
 
 import functools
@@ -55,7 +53,7 @@ NO_UNITS = {*SCALES, *CHANGE_MEANING.split()}
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A part of an answer: the marks that join its parts (`kind`, empty without parts), its parts, and its tokens."""
+    """A part of an answer: its tokens, its own parts, and the marks that join them (`kind`, empty without parts)."""
 
     kind: str
     parts: tuple["AnswerPart", ...]
@@ -92,8 +90,8 @@ def part_of(tokens: Tokens) -> AnswerPart:
 
 
 def joined(pieces: list[Tokens], marks: list[str], tokens: Tokens) -> AnswerPart:
-    """Return the AnswerPart made of these pieces of an answer, which the marks separate. An inequality gets the lesser
-    side first, and a list loses its empty pieces."""
+    """Return the AnswerPart of `tokens`, which the marks split into pieces. An inequality gets the lesser side first,
+    and a list loses its empty pieces."""
     if all(mark in REVERSED for mark in marks):
         pieces, marks = pieces[::-1], [REVERSED[mark] for mark in marks[::-1]]
     if marks[0] not in OF_LISTS:
@@ -118,8 +116,8 @@ def split(tokens: Tokens, marks: set[str]) -> tuple[list[Tokens], list[str]]:
 
 
 def bracketed(tokens: Tokens) -> AnswerPart | None:
-    """Return the part in the brackets that enclose all tokens, or None. A single value in parentheses becomes the value
-    itself; a set of several values becomes a list."""
+    """If brackets enclose all tokens, return the part in them, else None. Parentheses around a single value are
+    dropped, and the set of several values becomes a list."""
     tokens = tokens[1:] if tokens[:1] == (TEXT,) else tokens
     depths = list(itertools.accumulate(map(depth, tokens)))
     if len(tokens) < 3 or 0 in depths[:-1] or depths[-1] or tokens[0] in ("\\lfloor", "\\lceil"):
@@ -147,7 +145,7 @@ def two_values(tokens: Tokens) -> AnswerPart | None:
 
 
 def equal(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
-    """Return whether an answer equals the label; called for whole answers and for corresponding parts of them."""
+    """Return whether an answer equals the label, or a part of the answer the corresponding part of the label."""
     if label.text == answer.text:
         return True
     if bool(label.name) != bool(answer.name) and label.kind != answer.kind:
@@ -165,7 +163,7 @@ def equal(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
 
 def equal_lists(label: AnswerPart, answer: AnswerPart, ask: Ask) -> bool:
     """Return whether the values of label and answer match in any order. If the values of one side have different names,
-    as in a=1, b=2, those of the other must have the same names."""
+    as in a=1, b=2, those of the other side must have the same names."""
     names = [{part.name for part in value.parts if part.name} for value in (label, answer)]
     if max(map(len, names)) > 1 and names[0] != names[1]:
         return False
@@ -233,7 +231,7 @@ def letters_differ(label: Tokens, answer: Tokens) -> bool:
 
 
 def expression(text: str) -> str:
-    """Return LaTeX for math-verify, with decimals as fractions, so that it computes exactly."""
+    """Return LaTeX for math-verify, with decimals as fractions, so that the comparison is exact."""
     return re.sub(r"([0-9]*)\.([0-9]+)", lambda of: rf"\frac {{ {of[1]}{of[2]} }} {{ 1{'0' * len(of[2])} }}", text)
 
 
@@ -258,8 +256,7 @@ def starts_unit(token: str) -> bool:
 
 
 def is_of_value(token: str) -> bool:
-    """Return whether a token may belong to the value before a unit. A function's name, such as cos, may not: the word
-    after it may be its argument instead of a unit."""
+    """Return whether a token may precede a unit. A function's name may not: the m in cos m is no unit."""
     return token in OF_VALUES or token[0] in OF_VALUES or (len(token) == 1 and token.isalpha())
 
 

@@ -55,9 +55,8 @@ def last_line(text: str) -> str | None:
 
 
 def in_tag(opening: str, closing: str | None = None) -> Place:
-    """Return a function that finds, in a text, the content of the last complete pair of tags: `in_tag("answer")` for
-    <answer>...</answer>, or with both tags, as `in_tag("<SOLUTION>", "</SOLUTION>")`. ValueError for an empty tag, and
-    for "<answer>" alone."""
+    """Return a function that finds the content of the last complete pair of tags: `in_tag("answer")` for
+    <answer>...</answer>, or `in_tag("<SOLUTION>", "</SOLUTION>")`. ValueError for an empty tag, or "<answer>" alone."""
     tags = (opening,) if closing is None else (opening, closing)
     if not all(isinstance(tag, str) and tag for tag in tags) or (closing is None and "<" in opening):
         raise ValueError(f"in_tag got {opening!r} and {closing!r}; a tag has at least one character: in_tag('answer'), "
@@ -67,7 +66,7 @@ def in_tag(opening: str, closing: str | None = None) -> Place:
 
 
 def between(text: str, opening: str, closing: str) -> str | None:
-    """Return the stripped text of the last `opening ... closing`; None if there is none, or it is empty."""
+    """Return the stripped text of the last `opening ... closing`; None if there is no such pair, or it is empty."""
     end = text.rfind(closing)
     start = text.rfind(opening, 0, end) if end >= 0 else -1
     if start < 0:
@@ -85,7 +84,7 @@ def after(mark: str) -> Place:
 
 
 def behind(text: str, mark: str) -> str | None:
-    """Return the rest of the line after the last `mark`, stripped; None if there is none, or it is empty."""
+    """Return the rest of the line after the last `mark`, stripped; None without a mark, or if the rest is empty."""
     _, separator, rest = text.rpartition(mark)
     return (rest.partition("\n")[0].strip() or None) if separator else None
 
@@ -126,8 +125,7 @@ def boxed(text: str) -> str | None:
 
 def unfenced(text: str, anywhere: bool) -> str:
     """Return the stripped text of the last complete block in ``` fences, without its language; the whole text if there
-    is none. If at least two fences stand at the beginning of a line, fences elsewhere count as text. Without
-    `anywhere`, a block counts only if it is the whole text."""
+    is no block. Without `anywhere`, a block counts only if it is the whole text."""
     text = text.strip()
     if not anywhere:
         whole = text.startswith(FENCE) and len(FENCE) <= text.rfind(FENCE) == len(text) - len(FENCE)
@@ -139,8 +137,8 @@ def unfenced(text: str, anywhere: bool) -> str:
 
 
 def last_number(text: str) -> str | None:
-    r"""Return the last number, with sign, currency and power of ten; None if there is none. LaTeX is converted to plain
-    text: \frac{1}{2} is found as 1/2. Exponents of letters and units are ignored: 12 cm^2 gives 12."""
+    r"""Return the last number, with sign, currency and power of ten; None if there is none. Fractions in LaTeX become
+    1/2, and exponents of letters and units are ignored: 12 cm^2 gives 12."""
     text = signs_in_latex(text)
     end = 1 + max(text.rfind(digit) for digit in "0123456789")
     near = plain_number(text[max(0, end - NEAR) : end + 24]) if end else ""
@@ -154,8 +152,7 @@ def last_number(text: str) -> str | None:
 
 
 def signs_in_latex(text: str) -> str:
-    r"""Return a text with Unicode's small digits and fractions in LaTeX: 10⁶ as 10^{6}, x₁ as x_{1}, 1½ as
-    1\frac{1}{2}."""
+    r"""Return a text with Unicode's small digits and fractions in LaTeX: 10⁶ as 10^{6}, 1½ as 1\frac{1}{2}."""
     return SIGNS.sub(written_out, text)
 
 

@@ -1,4 +1,4 @@
-"""The three kinds of tests, and the reader of a dataset row's tests. A row that cannot be read is a dataset error."""
+"""The three kinds of tests, and the reader of a dataset row's tests."""
 
 import ast
 import builtins
@@ -46,8 +46,7 @@ class CallCase:
 
 @dataclass(frozen=True)
 class ProgramCase:
-    """A run of the code as a script: its standard input, and the output that it must print. White space at the ends of
-    lines is ignored."""
+    """A run of the code as a script: its standard input and expected output. White space at line ends is ignored."""
 
     stdin: str
     stdout: str
@@ -57,8 +56,8 @@ Case = AssertCase | CallCase | ProgramCase
 
 
 def read_cases(tests: Any, function: str | None = None) -> list[Case]:
-    """Return the cases of a row, in any layout of `data.code_tests`; ValueError for any other. `function` names the
-    tested function if another column holds it: HumanEval's entry_point, LiveCodeBench's metadata."""
+    """Return a row's cases, in any layout of `data.code_tests`; ValueError for another. `function` names the tested
+    function if another column holds it: HumanEval's entry_point, LiveCodeBench's metadata."""
     listed = tests_in(tests, function)
     if not listed or (not isinstance(tests, str | dict | list | tuple) and listed[0] is tests):
         raise ValueError(f"tests are {tests!r:.100}; {ALLOWED}, at least one of them in a list")
@@ -68,9 +67,8 @@ def read_cases(tests: Any, function: str | None = None) -> list[Case]:
 
 
 def read_case(test: Any, each_alone: bool = False) -> Case:
-    """Return one test. Keys with the value None count as absent, because datasets add them. ValueError for a test in no
-    known layout. With `each_alone`, if the test says (by its key `wrapped`) that its expected result is wrapped in a
-    list, the value in this list is right too."""
+    """Return one test; keys with the value None count as absent. ValueError for an unknown layout. With `each_alone`, a
+    test with the key `wrapped` has its expected result in a list, and the value in the list is right too."""
     if isinstance(test, str) and test.strip():
         return read_code(test)
     entries = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}
@@ -123,8 +121,7 @@ def runs(node: ast.stmt) -> bool:
 
 
 def code_modules(nodes: list[ast.AST]) -> tuple[str, ...]:
-    """Return the imported modules that stand for the code under test (`from solution import add`): modules outside the
-    standard library. ValueError for a third-party package."""
+    """Return the imported modules that stand for the code under test. ValueError for a third-party package."""
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     missing = {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names | OURS}
@@ -135,8 +132,8 @@ def code_modules(nodes: list[ast.AST]) -> tuple[str, ...]:
 
 
 def free_names(nodes: list[ast.AST]) -> tuple[str, ...]:
-    """Return the names that test code uses and that neither it nor Python defines. Only these are taken from the code
-    under test, so that it cannot replace `abs` or `sorted`."""
+    """Return the names that test code uses and that neither it nor Python defines. The code under test provides only
+    these, so it cannot replace `abs` or `sorted`."""
     used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}

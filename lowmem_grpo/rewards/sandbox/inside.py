@@ -5,8 +5,8 @@
     {"role": "test"}                  runs one test {"source": ..., "names": [...]} per line: the names, and all imports
                                       from "modules", are stand-ins (`remote`) for objects of the code
 
-Messages are one JSON object per line, both ways. Nothing here is secret. The parent trusts no message of this program,
-except in the role "test", whose process never runs model-written code. Imports only the standard library.
+Messages are one JSON object per line. The parent trusts only the role "test", whose process never runs model-written
+code. This file imports only the standard library.
 """
 
 import ast
@@ -109,8 +109,7 @@ class TextLoader(importlib.machinery.SourceFileLoader):
 
 
 def load(name: str, loader: TextLoader, namespace: dict[str, Any]) -> ModuleType:
-    """Run the code as the module `name`, with `namespace` among its globals, and return the module. The code's errors
-    propagate."""
+    """Run code as the module `name`, with `namespace` among its globals; return the module. Errors propagate."""
     module = sys.modules[name] = ModuleType(name)
     vars(module).update(namespace)
     loader.exec_module(module)
@@ -118,8 +117,8 @@ def load(name: str, loader: TextLoader, namespace: dict[str, Any]) -> ModuleType
 
 
 def tree_of_test(source: str) -> ast.Module:
-    """Return test code for `like_pytest`: statements that start pytest or unittest are removed, and the body of an
-    `if __name__ == "__main__"` runs."""
+    """Return the syntax tree of test code without statements that start pytest or unittest; the body of an `if __name__
+    == "__main__"` replaces the statement."""
     tree = ast.parse(source)
     kept = [statement for node in tree.body
             for statement in (node.body if isinstance(node, ast.If) and is_main_guard(node) else [node])]
@@ -181,8 +180,8 @@ def of_module(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> A
 
 
 def find(module: ModuleType, name: str) -> Any:
-    """Return the function of this name, or for "Solution.two_sum" the method of a new object. If there is no function
-    two_sum, "two_sum" also finds that method. NameError if there is neither."""
+    """Return the function `name`; "Solution.two_sum" is the method of a new object, and so is "two_sum" if there is no
+    such function. NameError if there is neither."""
     target: Any = module
     if not hasattr(module, name) and "." not in name and hasattr(getattr(module, "Solution", None), name):
         name = f"Solution.{name}"

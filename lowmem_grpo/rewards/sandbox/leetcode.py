@@ -1,7 +1,5 @@
-"""The names that LeetCode provides to code and tests without an import: modules and their names, lists and trees.
-
-The scorers of APPS, LiveCodeBench and verl also prepend these imports to the code.
-"""
+"""The names that LeetCode provides to code and tests without an import. The scorers of APPS, LiveCodeBench and verl
+also prepend these imports to the code."""
 
 import builtins
 import importlib

@@ -1,7 +1,5 @@
-"""A substitute for `import pytest`, which the sandbox lacks, and the run of all tests that a module defines.
-
-It has raises, approx, fail, param, mark, fixture, and the fixtures capsys, monkeypatch and tmp_path.
-"""
+"""A substitute for pytest, which the sandbox lacks: raises, approx, fail, param, mark, fixture, and the fixtures
+capsys, monkeypatch and tmp_path."""
 
 import contextlib
 import io

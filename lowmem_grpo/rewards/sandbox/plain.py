@@ -1,9 +1,8 @@
 """JSON for plain data that keeps Python's types, and the comparison of an expected value with a returned one.
 
 None, bool, int, float, str and list are unchanged. Other types become an object with the type as its only key:
-{"tuple": [...]}, {"set": [...]}, {"frozenset": [...]}, {"dict": [[key, value], ...]}, {"bytes": "6869"}, {"complex":
-[re, im]}, {"int": "0x..."} (over 1024 bits), {"iterator": [...]} (a generator, read to its end), and the types of
-FORMS, for example {"Fraction": "1/3"}. Other values are encoded by the caller's `refer`, or are an error.
+{"tuple": [...]}, {"dict": [[key, value], ...]}, {"bytes": "6869"}, {"int": "0x..."} (over 1024 bits), {"iterator":
+[...]} (a generator, read to its end), and those in FORMS. Other values are encoded by `refer`, or are an error.
 """
 
 import math
@@ -80,9 +79,8 @@ def decode(tree: Any, referred: Function | None = None) -> Any:
 
 def same(expected: Any, got: Any, json: bool = False) -> bool:
     """Return whether two encoded trees stand for the same value. Types must be the same (1, 1.0 and True differ),
-    except that a list equals the other sequences, which a dataset cannot hold. Floats may differ by a relative 1e-9,
-    and NaN equals NaN. Only trees are compared: no value of the code is ever hashed. With `json` the expected value was
-    written as JSON: numbers compare as in Python, and keys as JSON writes them."""
+    except that a list equals other sequences, such as tuples. Floats may differ by a relative 1e-9; NaN equals NaN.
+    With `json`, the expected value was written as JSON: numbers compare as in Python, and keys as JSON writes them."""
     expected, got = as_list(expected), as_list(got)
     if json:
         expected, got = as_number(expected), as_number(got)

@@ -1,13 +1,11 @@
 """Remote objects, by which test code and the code under test use each other's objects across their two processes.
 
-Plain data crosses as a copy. Other objects stay in their process, and the other process gets a stand-in:
-`subject.Subject` for an object of the code, `RemoteObject` for one of the tests (a callback, a linked list). Operations
-on a stand-in are requests to the other process: {"do": "getattr", "args": [...]}. The answer also holds printed text
-and in-place changes of arguments.
+Plain data crosses as a copy. For other objects, the other process gets a stand-in: `subject.Subject` for an object of
+the code, `RemoteObject` for one of the tests. Operations on a stand-in are requests to the other process: {"do":
+"getattr", "args": [...]}. The answer also holds printed text and in-place changes of arguments.
 
 No object of the code decides a comparison with data: the test gets the object's data, once, and compares it. If only
-the code could compare (its own objects with data, or two of its objects whose contents differ), the test is
-`Undecided`.
+the code could compare (its own objects with data, or two objects with different contents), the test is `Undecided`.
 """
 
 import builtins
@@ -36,7 +34,8 @@ class Undecided(BaseException):
 
 
 class Link:
-    """One end of the connection. `perform` executes requests; `stand_in` represents an object of the other process."""
+    """One end of the connection between the two processes. `perform` executes requests; `stand_in` is the class that
+    represents objects of the other process."""
 
     def __init__(self, channel: Any, perform: Callable[..., Any], stand_in: type) -> None:
         self.channel, self.perform, self.stand_in = channel, perform, stand_in
@@ -181,7 +180,7 @@ def of_code(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any
 
 def of_tests(link: Link, do: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Perform a request of the code to the tests: a call of an object that they passed, a public attribute of an object
-    of their own classes, or `input`, which they may have replaced. AttributeError for any other request."""
+    of their own classes, or `input`. AttributeError for any other request."""
     if do == "input":
         return input(*args)
     ours = any(args[0] is value for value in link.own)
@@ -200,7 +199,8 @@ def state_of(value: Any) -> Any:
 
 
 def renew(old: Any, new: Any) -> Any:
-    """Give the container `old` the content of `new`, and return `old`; equally long lists keep inner containers."""
+    """Give the container `old` the content of `new`, and return `old`. Equally long lists also renew inner
+    containers."""
     if isinstance(old, list) and len(old) == len(new):
         new = [renew(before, after) if isinstance(before, CHANGEABLE) and type(before) is type(after) else after
                for before, after in zip(old, new, strict=True)]
@@ -220,7 +220,7 @@ def names_of(kind: type) -> list[str]:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """Return an exception as a message: class names, arguments, and its type with its text."""
+    """Return an exception as a message: class names, arguments and text."""
     names = names_of(type(error))
     try:
         text = str(error)
@@ -233,7 +233,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 def as_exception(link: Link, answer: dict[str, Any]) -> BaseException:
     """Return the other process's exception as one of the same class, so that a test can expect it. Exceptions that end
-    an iteration become RuntimeError, because `all(map(check, inputs))` would hide them."""
+    an iteration become RuntimeError: all(map(check, inputs)) would hide them."""
     kind = link.error_class([str(name) for name in answer.get("names") or [answer.get("error")]])
     if issubclass(kind, NOT_RAISED):
         return RuntimeError(str(answer.get("text", "")))

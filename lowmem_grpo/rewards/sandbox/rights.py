@@ -1,12 +1,10 @@
 """The kernel's rules for a sandboxed process: the system calls that it may make, and the files that it may open.
 
-The filter of system calls (seccomp) is a small program for the kernel (classic BPF, `struct sock_filter`) that sees a
-call's number and arguments. Calls that are not listed fail with EPERM: a new process or thread, a signal to another
-process, a socket, a renice, a change of a file's mode, times or attributes. Calls that are newer than the list fail
-with ENOSYS, so that the C library uses an older one. Calls in another ABI (32-bit on x86-64, x32) kill the process. A
-filter cannot be removed, binds root too, and needs no privilege after PR_SET_NO_NEW_PRIVS. It cannot follow a pointer,
-so it does not see file names: Landlock does. The numbers (x86-64, arm64) are from Linux 6.1's unistd.h and never
-change. Sources: Documentation/userspace-api/seccomp_filter.rst and landlock.rst.
+The filter of system calls (seccomp, in classic BPF) sees a call's number and arguments, not file names: Landlock sees
+those. Calls that are not listed fail with EPERM. Calls that are newer than the list fail with ENOSYS, so that the C
+library uses older ones. Calls in another ABI (32-bit on x86-64, x32) kill the process. A filter cannot be removed,
+binds root too, and needs no privilege after PR_SET_NO_NEW_PRIVS. The numbers (x86-64, arm64) are from Linux 6.1's
+unistd.h and never change. Sources: Documentation/userspace-api/seccomp_filter.rst and landlock.rst.
 """
 
 import ctypes
@@ -109,8 +107,7 @@ def filter_program(machine: str) -> bytes:
 
 
 def row_of(tests: tuple[Test, ...]) -> list[Instruction]:
-    """Return instructions that allow a system call if all tests of its arguments hold. Otherwise the filter goes on
-    after them."""
+    """Return filter instructions that allow a system call if its arguments pass all tests, and else do nothing."""
     row: list[Instruction] = []
     for left, (argument, mask, value) in zip(reversed(range(len(tests))), tests, strict=True):
         row += [(LOAD, 0, 0, ARGUMENTS + 8 * argument), (AND, 0, 0, mask), (JUMP_EQUAL, 0, 3 * left + 1, value)]
@@ -118,15 +115,15 @@ def row_of(tests: tuple[Test, ...]) -> list[Instruction]:
 
 
 def give_up_rights() -> None:
-    """Drop every capability for good, and let the kernel kill this process when the parent dies. Make this process
-    non-dumpable, so that other processes of the same user cannot read its memory. OSError if the kernel refuses."""
+    """Drop every capability for good, let the kernel kill this process when the parent dies, and keep other processes
+    of the same user from reading its memory. OSError if the kernel refuses."""
     for option, value in ((PR_SET_PDEATHSIG, 9), (PR_SET_DUMPABLE, 0), (PR_SET_NO_NEW_PRIVS, 1)):
         call("prctl", option, value, 0, 0, 0)
     call("capset", struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24))
 
 
 def install_filter() -> None:
-    """From now on, refuse all system calls that are not listed; call `give_up_rights` before. OSError on failure."""
+    """Refuse all system calls outside ALLOWED and CHECKED; call `give_up_rights` before. OSError on failure."""
     program = ctypes.create_string_buffer(filter_program(os.uname().machine))
     fprog = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program))  # struct sock_fprog
     call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, fprog, 0, 0)

@@ -1,7 +1,4 @@
-"""The stand-in that tests hold for an object of the code under test.
-
-Operations on the object are sent to the code's process; comparisons with data are made in the test. See `remote`.
-"""
+"""The stand-in that tests hold for an object of the code under test; see `remote`."""
 
 import json
 import operator
@@ -32,7 +29,7 @@ class Subject(RemoteObject):
 
     def _as_data(self, other: Any) -> Any:
         """Return the object's data, for an operation with `other`, which is data. If the object is not plain data:
-        Undecided if the test uses its class by name, as the class may define a comparison with data; else TypeError."""
+        Undecided if the test names the object's class, which may define a comparison with data; else TypeError."""
         if self._plain:
             if self._held is None:
                 data = self._ask("plain", self)
@@ -101,9 +98,9 @@ async def at_once(value: Any) -> Any:
 
 
 def asked(name: str) -> Callable[..., Any]:
-    """Return a method that asks the code for a result that must be data, such as a length. If the object is immutable
-    plain data, it is fetched once, and the test's process computes the result. The method raises Undecided if
-    the code made the object with a value of the test: the object could return what the test expects."""
+    """Return a method that asks the code for a result that must be data, such as a length; the test's process computes
+    the result for immutable plain data. Undecided if the code made the object with a value of the test: the object
+    could return what the test expects."""
     def ask(self: Subject, *args: Any) -> Any:
         self._not_fed()
         if self._plain and not isinstance(data := self._as_data(None), CHANGEABLE):
@@ -129,8 +126,8 @@ def compared(name: str) -> Callable[..., Any]:
 def computed(name: str, turned: bool = False) -> Callable[..., Any]:
     """Return a method for a binary operation of the code's object and another value. If the object is plain data, the
     test's process computes the result. Otherwise the code's process does, provided that the other value is an object of
-    the code too, or that the test names the object's class. If the other value comes from the test, the result must be
-    an object. It is marked `_fed`, because it may hold what the test expects: abs(f(2) - 4) < 0.1."""
+    the code too, or that the test names the object's class. A result made with a value of the test must be an object,
+    and is marked `_fed`, because it may hold what the test expects: abs(f(2) - 4) < 0.1."""
     def compute(self: Subject, other: Any) -> Any:
         if not self._plain and (isinstance(other, Subject) or self._kind in self._link.named):
             result = self._ask(name, *((other, self) if turned else (self, other)))

@@ -1,5 +1,4 @@
-"""The run of a completion's code against a row's tests in the sandbox, with a verdict on each test; and the choice of
-an isolation that works on this machine."""
+"""The run of a completion's code against a row's tests in the sandbox, and the choice of an isolation that works."""
 
 import json
 import logging
@@ -48,8 +47,8 @@ class Sandbox:
     limits: Limits = field(default_factory=Limits)
 
     def start(self, role: str, code: str, **more: object) -> Worker:
-        """Start a sandboxed process that runs `code` in a role of inside.py, and return it. `more` are further entries
-        of the order to inside.py. worker.CannotStart if it does not start."""
+        """Start a sandboxed process that runs `code` in a role of inside.py, with `more` entries of its order.
+        worker.CannotStart on failure."""
         return Worker(self.isolation, self.limits, {"role": role, "code": code, **more})
 
 
@@ -192,7 +191,7 @@ class Trial:
         return min(time.monotonic() + self.limits.seconds, self.ends)
 
     def serving(self) -> Worker:
-        """Return the process that serves the code, started if needed. WorkerEnded, in each call, if loading failed."""
+        """Return the process that serves the code, started if needed. WorkerEnded if the code could not be loaded."""
         if self.broken is not None:
             raise self.broken
         if "serve" not in self.workers:

@@ -1,8 +1,5 @@
-"""The parent's side of one sandboxed process: start, messages, limits, and cleanup.
-
-The process starts directly or in bubblewrap's namespaces. Its scratch directory is a folder, or in a namespace a tmpfs
-that ends with the process.
-"""
+"""The parent's side of one sandboxed process: start, messages, limits, and cleanup. The scratch directory is a folder,
+or in bubblewrap a tmpfs that ends with the process."""
 
 import contextlib
 import json
@@ -34,7 +31,7 @@ NOBODY = "65534"
 def command(isolation: str, limits: Limits, descriptor: int, folder: str) -> tuple[list[str], dict[str, Any]]:
     """Return (command, paths). The command runs `inside.main` in Python without site-packages, environment or bytecode
     files. The paths, as the process sees them, are the scratch directory, the package, and what Landlock lets it read
-    (None in a namespace). `descriptor` is the socket's; `folder` is the scratch directory without a namespace."""
+    (None in bubblewrap). `descriptor` is the socket's; `folder` is the scratch directory without bubblewrap."""
     bare = isolation == "process"
     root = str(HERE.parent) if bare else ROOT
     words = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-X", "utf8", "-c", INSIDE.format(root=root),
@@ -131,7 +128,6 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
             raise
 
     def _start(self, isolation: str) -> dict[str, Any]:
-        """Start the process; return the paths that it sees."""
         if isolation == "process":  # in a namespace the scratch directory is a tmpfs, which ends with the process
             self._folder = tempfile.mkdtemp(prefix="lowmem-grpo-sandbox-")
             self._held.callback(remove, self._folder)
@@ -269,7 +265,6 @@ class Worker(contextlib.AbstractContextManager["Worker"]):
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process, wait for its end, and close its pipes."""
     kill(process)
     process.wait()
     for pipe in (process.stdout, process.stderr):
@@ -278,9 +273,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process's children, wait until it has reaped them, then kill the rest of its process group. bwrap starts
-    the code's process in a new session and PID namespace. If bwrap died first, its child would die a little later, and
-    stay a zombie in a container whose first process reaps nothing."""
+    """Kill a process's children, wait until the process has reaped them, then kill its process group. If bwrap died
+    before its child, the child would stay a zombie in a container whose first process reaps nothing."""
     if process.poll() is None and (children := children_of(process.pid)):
         for child in children:
             with contextlib.suppress(OSError):
