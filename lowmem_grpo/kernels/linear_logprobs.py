@@ -67,7 +67,7 @@ def linear_logprobs(
     and give NaN on a card. The log-probability of the likeliest token has no gradient; ignored rows have it as well.
 
     hidden, weight and bias get gradients if they require them. The entropy has a gradient only with `entropy_grad`,
-    which costs a third matrix product. `chunk_rows` rows of logits exist at a time, as many as suit the device by default.
+    which costs a third matrix product. `chunk_rows` rows of logits exist at a time; the default suits the device.
     """
     check_numbers(temperature=temperature, logit_scale=logit_scale, softcap=0 if softcap is None else softcap)
     check_arguments(hidden, weight, targets, bias, temperature, chunk_rows)
