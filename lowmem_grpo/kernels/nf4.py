@@ -244,7 +244,8 @@ nf4_dequantize_op = custom_op("nf4_dequantize", nf4_dequantize_cpu, nf4_dequanti
 
 
 def dequantized(weight: Any, out: Tensor | None) -> Tensor:
-    """Return the values (out, in) of a weight in NF4 or FP8, in `out` if it is given. ValueError if it does not fit."""
+    """Return the values (out, in) of a weight in NF4 or FP8, in `out` if it is set; ValueError if `out` does not
+    fit."""
     if out is None:
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     fits = out.shape == weight.shape and out.is_contiguous() and out.is_floating_point()

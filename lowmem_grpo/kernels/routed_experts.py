@@ -134,7 +134,7 @@ def routed_backward(
     grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int],
     down: list[Tensor], down_sizes: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients dx (T, D) and dw (T, k), in the dtypes of x and weights, for `grad`, which is dy (T, D)."""
+    """Return dx (T, D) and dw (T, k), in the dtypes of x and weights, for the gradient `grad` of y (T, D)."""
     stacks = FrozenStack.from_parts(gate_up, gate_up_sizes, x.dtype), FrozenStack.from_parts(down, down_sizes, x.dtype)
     if takes(x, ids, *stacks):
         return grouped_backward(grad, x, ids, weights, *stacks)

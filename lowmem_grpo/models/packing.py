@@ -223,8 +223,7 @@ def find_sources(packed: list[Piece], width: int) -> Tensor:
 
 
 def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
-    """Return each trained token's index (N,) among all completions' tokens; None if all are trained and none is
-    split."""
+    """Return each trained token's index (N,) among all completions' tokens; None if all are trained, none split."""
     if all(rollout.trained is None and not rollout.splits for rollout in rollouts):
         return None
     starts = [0, *torch.tensor([len(rollout.completion_ids) for rollout in rollouts]).cumsum(0).tolist()]
