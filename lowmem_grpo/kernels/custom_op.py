@@ -1,11 +1,10 @@
-"""Registration of kernels as single PyTorch operations, for graphs, fake tensors and dispatch modes. Also backward
-passes that refuse to be differentiated a second time, checks of arguments, and matrix products of 16-bit tensors with a
-32-bit result, without a 32-bit copy of the larger tensor.
+"""Registration of kernels as single PyTorch operations, and helpers of all kernels: backward passes that refuse a
+second derivative, checks of arguments, and products of 16-bit matrices with a float32 result.
 
-A call of `torch.library.custom_op` costs 20 to 90 microseconds of Python when it writes to its arguments, more than the
-launch itself. Here an operation is registered with the dispatcher directly, which costs about 2 microseconds. A tensor
-that a kernel writes to gets a new version, so that autograd and the checks of `offload` refuse a saved tensor that was
-overwritten. The operations have no gradient: they are called inside autograd functions, or without autograd.
+An operation is registered with the dispatcher directly, which costs about 2 microseconds a call.
+`torch.library.custom_op` costs 20 to 90 microseconds for an operation that writes to its arguments, more than the
+launch itself. A tensor that a kernel writes to gets a new version, so that autograd and `offload` refuse a saved tensor
+that was overwritten. The operations have no gradient: autograd functions call them.
 """
 
 import functools
@@ -27,10 +26,9 @@ def custom_op(
     name: str, kernel: Callable[..., Any], cuda: Callable[..., Any] | None = None, *,
     fake: Callable[..., Any] | None = None, mutates: Sequence[str] = (),
 ) -> Any:
-    """Register and return the operation `lowmem_grpo::name`. It runs `kernel` on the CPU and `cuda` on a card; without
-    `cuda`, `kernel` runs on both. The schema is taken from the annotations of `kernel`. `mutates` names the arguments
-    that are written to. `fake` returns uninitialised results of the right shapes; an operation without results needs
-    none."""
+    """Register and return the operation `lowmem_grpo::name`. `kernel` runs on the CPU and `cuda` on a card; without
+    `cuda`, `kernel` runs on both. The annotations of `kernel` give the schema. `mutates` names the arguments that are
+    written to. `fake` returns uninitialised results of the right shapes; by default it returns None."""
     LIBRARY.define(name + torch.library.infer_schema(kernel, mutates_args=mutates), tags=torch.Tag.pt2_compliant_tag)
     written = [list(inspect.signature(kernel).parameters).index(argument) for argument in mutates]
     kernels = {"CompositeExplicitAutograd": kernel} if cuda is None else {"CPU": kernel, "CUDA": on_its_card(cuda)}
@@ -42,7 +40,7 @@ def custom_op(
 
 
 def raising_versions(function: Callable[..., Any], written: list[int]) -> Callable[..., Any]:
-    """Return `function` wrapped to increase, after each call, autograd's version of the tensors at `written`."""
+    """Return `function` wrapped to increase autograd's version of the arguments at the positions `written`."""
     if not written:
         return function
 
@@ -55,7 +53,7 @@ def raising_versions(function: Callable[..., Any], written: list[int]) -> Callab
 
 
 def on_its_card(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` wrapped to run on the card of its first tensor; Triton launches on the current card."""
+    """Wrap `function` to run on the card of its first tensor argument; Triton launches on the current card."""
 
     def run(*arguments: Any) -> Any:
         index = next(argument for argument in arguments if isinstance(argument, Tensor)).get_device()
@@ -68,11 +66,9 @@ def on_its_card(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an autograd function's `backward` wrapped so that differentiating its results raises RuntimeError.
-
-    Otherwise a penalty on the gradients (`create_graph=True`) would be treated as a constant, without a warning.
-    torch's own decorator notices that only if the incoming gradients need gradients too.
-    """
+    """Return an autograd function's `backward` wrapped so that differentiating its results raises RuntimeError. torch's
+    own decorator raises only if the incoming gradients require gradients; otherwise a penalty on the gradients
+    (`create_graph=True`) would silently be a constant."""
     name = backward.__qualname__.partition(".")[0]
 
     @functools.wraps(backward)
@@ -123,14 +119,12 @@ def check_numbers(**numbers: Any) -> None:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float64 for float64, float32 for everything narrower."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def matmul_fp32(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return left (M, K) @ right (K, N) in float32 (float64 for float64), in `out` (M, N) if that is given. On CUDA the
-    product reads 16-bit operands and writes its float32 accumulator. The CPU has no such product, so `right` is upcast
-    there in bands of columns no larger than the result."""
+    """Return left (M, K) @ right (K, N) in float32 (float64 for float64), written to `out` (M, N) if it is not None.
+    The CPU has no 16-bit product with a float32 result, so there `right` is upcast a band of columns at a time."""
     dtype = accumulator_dtype(left.dtype)
     if out is None:
         out = torch.empty(left.shape[0], right.shape[1], dtype=dtype, device=left.device)
@@ -143,7 +137,6 @@ def matmul_fp32(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tenso
 
 
 def matmul_in_bands(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Write left @ right to `out`, a band of upcast columns at a time."""
     wide = left.to(out.dtype)
     band = max(MIN_BAND, out.numel() // max(left.shape[1], 1))
     for start in range(0, right.shape[1], band):

@@ -52,7 +52,7 @@ def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences,
     initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return o (T, H, V) in value's dtype, and final states (S, H, K, V) in float32. `initial` None means zeros."""
+    """Return outputs (T, H, V) in value's dtype, and final states (S, H, K, V); `initial` None means zeros."""
     if initial is None:
         initial = g.new_zeros(len(runs.lengths), value.shape[1], key.shape[2], value.shape[2])
     if not runs.tokens:
@@ -65,7 +65,7 @@ def delta_rule(
 def delta_rule_ref(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, runs: VarlenSequences, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `delta_rule` token by token as the formula says, with autograd's own backward."""
+    """Compute `delta_rule` token by token, in plain torch."""
     results, finals, start = [], [], 0
     for length, state in zip(runs.lengths, initial, strict=True):
         state = state[None]
@@ -80,7 +80,7 @@ def delta_rule_ref(
 
 @cache
 def fla_version() -> str | None:
-    """Return flash-linear-attention's version; None if it is not installed, or too old."""
+    """Return the installed version of flash-linear-attention; None without one, or if it is below OLDEST."""
     try:
         release = version(FLA)
     except PackageNotFoundError:
@@ -90,12 +90,11 @@ def fla_version() -> str | None:
 
 
 def fla_serves(x: Tensor) -> bool:
-    """Return whether flash-linear-attention is installed and its kernels may compute for x: 16 bits, on a card."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and fla_version() is not None
 
 
 def describe_kernels(x: Tensor) -> str:
-    """Describe in words the kernels that the rule uses for x."""
+    """Return words, for messages, that say which kernels compute the gated delta rule for x."""
     if fla_serves(x):
         return f"the kernels of {FLA} {fla_version()}"
     wish = f"; {FLA} {OLDEST[0]}.{OLDEST[1]} or later is faster" if x.is_cuda and fla_version() is None else ""
@@ -146,8 +145,7 @@ def example(runs: VarlenSequences, device: torch.device, dtype: torch.dtype) -> 
 def delta_step(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run the rule on one token of each of B sequences; in the shapes, B replaces T. Return o (B, H, V) and the next
-    states (B, H, K, V)."""
+    """Run the rule on one token of each of B sequences; return outputs (B, H, V) and the next states (B, H, K, V)."""
     groups, dtype = value.shape[1] // key.shape[1], state.dtype
     query, key = (normed(x.to(dtype)).repeat_interleave(groups, 1) for x in (query, key))
     state = state * g.to(dtype).exp()[..., None, None]
@@ -159,12 +157,11 @@ def delta_step(
 
 
 def normed(x: Tensor) -> Tensor:
-    """Return x / |x| along the last axis."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPSILON)
 
 
 class DeltaRuleFunction(torch.autograd.Function):
-    """The rule in its chunked form. Only the inputs are saved for backward."""
+    """The gated delta rule in its chunked form. Only the inputs are saved for backward."""
 
     @staticmethod
     def forward(ctx, query, key, value, g, beta, initial, runs):
@@ -193,7 +190,7 @@ class DeltaRuleFunction(torch.autograd.Function):
 
 
 def tiles(parts: tuple[Tensor, ...]) -> Iterator[tuple[tuple[Tensor, ...], slice]]:
-    """Yield views of the inputs for some of the heads, and the slice of these heads in (T, H, V)."""
+    """Yield the inputs of a few heads at a time, as views, and the slice of these heads in `value`."""
     query, key, value, g, beta, initial = parts
     groups = value.shape[1] // key.shape[1]
     at_once = max(1, SCRATCH // (max(1, len(key)) * groups * max(key.shape[2], value.shape[2])))
@@ -215,7 +212,7 @@ def chunked(parts: tuple[Tensor, ...], runs: VarlenSequences) -> tuple[Tensor, T
     chunks, dtype, groups = runs.chunks, initial.dtype, value.shape[1] // key.shape[1]
 
     def laid(x: Tensor, repeats: int = 1) -> Tensor:
-        """Return x (T, H, ...) as (N, H, C, ...), 0 where a chunk has no token."""
+        """Return x (T, H, ...) in chunks, (N, H, C, ...), with 0 where a chunk has no token."""
         rows = x.index_select(0, chunks.sources).unflatten(0, (-1, CHUNK))
         rows = torch.where(chunks.real.view(*chunks.real.shape, *[1] * (x.dim() - 1)), rows, 0).to(dtype)
         return rows.transpose(1, 2).repeat_interleave(repeats, 1)
@@ -265,7 +262,7 @@ def scan(
 def causal_conv(
     x: Tensor, weight: Tensor, runs: VarlenSequences, initial: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return y (T, C) and final states (S, W - 1, C); initial (S, W - 1, C), or None for zeros."""
+    """Return outputs (T, C) and final states (S, W - 1, C); `initial` (S, W - 1, C) is zeros if None."""
     before = weight.shape[1] - 1
     if initial is None:
         initial = x.new_zeros(len(runs.lengths), before, x.shape[1])

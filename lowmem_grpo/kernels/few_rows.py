@@ -1,17 +1,13 @@
-"""The shared part of the kernels that multiply a few rows with quantized weights, as in decode steps. A weight is read
-once.
+"""The shared part of the kernels that multiply a few rows with a quantized weight, as in decode steps.
 
-    out = x W^T + scale * xa_s B^T + bias        xa_s: the columns of xa = x A^T that belong to a row's matrix
+    out = x W^T + scale * xa_s B^T + bias        xa_s: the R columns of xa = x A^T that belong to matrix s of W
 
-x (M, K) with M up to 64, W (N, K), xa (M, S * R), B (N, R), bias (N,); W is S matrices on top of each other, in NF4
-or FP8 (few_rows_kernels.py).
+x (M, K) with M up to 64, W (N, K), xa (M, S * R), B (N, R), bias (N,); W is S matrices on top of each other, in NF4 or
+FP8 (few_rows_kernels.py).
 
-The weight is the large operand of the tensor cores and x, with M padded to 8, 16, 32 or 64, the narrow one, so M costs
-next to nothing. Weights are scaled in float32 and rounded to x.dtype first, which gives exactly the values of training.
-The SPLIT warps of a block divide K, as the batch of a batched product, and sum in a fixed order: always the same bits.
-
-Before sm_80 Triton uses no tensor cores, and a block takes 8 rows of x at most. More rows (`taken_rows`) are split
-into blocks of 8 in the same launch, and get the same bits as they would alone.
+W is the large operand of the tensor cores and x, with M padded to 8, 16, 32 or 64, the narrow one, so M costs next to
+nothing. Weights are scaled in float32 and rounded to x.dtype first, which gives exactly the values of training. The
+SPLIT warps of a block divide K and are summed in a fixed order, which always gives the same bits.
 """
 
 import math
@@ -44,7 +40,7 @@ def decode_ref(
     x: Tensor, weight: Tensor, features: Sequence[int], xa: Tensor | None = None, lora_b: Tensor | None = None,
     scale: float | Tensor = 1.0, bias: Tensor | None = None,
 ) -> Tensor:
-    """Return (M, N) in x.dtype by plain torch, for the dequantized weight (N, K) with `features` rows per matrix."""
+    """Compute `out` in plain torch for a dequantized weight (N, K); `features` holds the rows of each matrix."""
     out = x @ weight.T
     if xa is not None and lora_b is not None:
         inputs, factors = (xa * scale).split(lora_b.shape[1], 1), lora_b.split(list(features))
@@ -53,7 +49,7 @@ def decode_ref(
 
 
 def takes_rows(x: Tensor, features: Sequence[int], form: str) -> bool:
-    """Return whether x (M, K) is a 16-bit CUDA tensor with few enough rows for the kernel of `form`, "nf4" or "fp8"."""
+    """Return whether the kernel for `form` ("nf4" or "fp8") takes x (M, K): few 16-bit rows on CUDA, few matrices."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or len(features) > MAX_MATRICES:
         return False
     return 0 < x.shape[0] <= taken_rows(capability(x.device), form) and sum(features) > 0
@@ -71,8 +67,7 @@ def taken_rows(capability: int, form: str) -> int:
 
 def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> Launch:
     """Return a launch whose warps divide K; each warp reads `step` bytes of a row of W at a time. From sm_80 on, the
-    number of warps is limited by shared memory, which holds columns of x for each warp. More rows of x than `max_rows`
-    are split into several blocks."""
+    number of warps is limited by shared memory, which holds columns of x for each warp."""
     rows = min(rows, max_rows(capability))
     if capability < 80:
         block_m = 1 if rows == 1 else max(4, next_power_of_2(rows))
@@ -86,8 +81,8 @@ def decode_launch(rows: int, outputs: int, capability: int, step: int = 32) -> L
 
 
 def narrow_launch(rows: int, outputs: int, columns: int, capability: int) -> Launch:
-    """Return a launch of few warps. On an H100 the kernel takes on average 1.05 times as long with it as with the
-    best of 209 launches, and 1.45 times as long with `decode_launch`."""
+    """Return a launch of few warps for the NF4 kernel. On an H100 the kernel takes on average 1.05 times as long as
+    with the best of 209 launches; with `decode_launch` it takes 1.45 times as long."""
     if capability < 80:
         return decode_launch(rows, outputs, capability)
     block_m = max(8, next_power_of_2(rows))
@@ -100,7 +95,6 @@ def narrow_launch(rows: int, outputs: int, columns: int, capability: int) -> Lau
 
 
 def grid(rows: int, outputs: int, launch: Launch) -> tuple[int, int]:
-    """Return the launch grid: blocks of outputs, and blocks of rows."""
     return triton.cdiv(outputs, launch.constexprs["BLOCK_N"]), triton.cdiv(rows, launch.constexprs["BLOCK_M"])
 
 
@@ -136,8 +130,7 @@ def finish(
 
 
 def decode_op(name: str, values: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Any:
-    """Return the operation `name`, with `kernel` on a card. `values` makes W (N, K) from a weight's tensors and sizes.
-    """
+    """Register the operation `name`: `kernel` on a card, else plain torch with the weight that `values` dequantizes."""
 
     def decode_cpu(
         x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None,
@@ -155,8 +148,8 @@ def decode_op(name: str, values: Callable[..., Tensor], kernel: Callable[..., Te
 def given_adapters(
     xa: Tensor | None, lora_b: Tensor | None, scale: float | Tensor, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, float, Tensor | None, Tensor | None]:
-    """Return (xa, lora_b, scale, scale tensor, bias), the last arguments of a decode operation. If the scale is a
-    number, the scale tensor is None. If it is a tensor, the number is 0.0."""
+    """Return (xa, lora_b, scale, scale tensor, bias), the last arguments of a decode operation. Either the scale is 0.0
+    or the scale tensor is None."""
     number, tensor = (0.0, scale.float()) if isinstance(scale, Tensor) else (float(scale), None)
     a, b, added = (part if part is None else part.contiguous() for part in (xa, lora_b, bias))
     return a, b, number, tensor, added
@@ -166,8 +159,8 @@ def finish_arguments(
     x: Tensor, table: Tensor, features: Sequence[int], xa: Tensor | None, lora_b: Tensor | None, scale: float,
     scale_tensor: Tensor | None, bias: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return the arguments of `finish` in order. In place of a missing tensor it gets x or the float32 `table`,
-    which it does not read."""
+    """Return the arguments of `finish` in order. In place of a missing tensor stands x, or for the scale the float32
+    `table`, whose first number is multiplied by 0."""
     ends = [sum(features[: number + 1]) for number in range(MAX_MATRICES - 1)]
     return (
         x if xa is None else xa, x if lora_b is None else lora_b, x if bias is None else bias,
@@ -198,6 +191,5 @@ def narrow_launches(capability: int) -> dict[str, Launch]:
 def variant(
     name: str, kernel: Any, weight_types: dict[str, str], dtype: torch.dtype, launch: Launch, **constexprs: bool
 ) -> Variant:
-    """Return one compilation of a decode kernel."""
     types = types_of(kernel, dtype, scale_ptr="*fp32", scale="fp32", tensor_scale="fp32", **weight_types)
     return Variant(name, kernel, types, launch, constexprs)

@@ -1,16 +1,12 @@
-"""x W^T for a few rows of x and W in NF4 or FP8, with LoRA and bias in the same kernel. few_rows.py holds the shared
-part.
+"""x W^T for a few rows of x and W in NF4 or FP8, with LoRA and bias in the same kernel (see few_rows.py).
 
-NF4: a byte holds an even and an odd column: the high nibbles are multiplied with the even columns of x, the low ones
-with the odd columns, in two products, so that nothing is interleaved.
-
-Bounds from the compiled loop are 10 us for 4096 x 14336 and 3 us for 4096 x 4096 on an H100; measured there in a CUDA
-graph: 37 and 14 us for 1 to 8 rows (dense 44 and 16), 76 and 26 us for 64 (dense 47 and 15). Why its warps stall is
-not known yet. Before sm_80 Triton multiplies without tensor cores: 8 instructions for one row, 17 for 8.
+NF4: a byte holds an even and an odd column. The high nibbles are multiplied with the even columns of x and the low ones
+with the odd columns, in two products, so that nothing is interleaved. Measured on an H100 in a CUDA graph, for 4096 x
+14336 and 4096 x 4096: 37 and 14 us for 1 to 8 rows (dense: 44 and 16), 76 and 26 us for 64 (dense: 47 and 15).
 
 FP8: scales are by row, one for all, or by blocks that a tile of 64 columns does not cross (128 x 128; groups of 64 or
-more). Finer blocks are dequantized first, as they are for many rows. From sm_89 on the card converts codes itself;
-below, the bits are moved (fp8.py).
+more). With finer blocks the weight is dequantized first. From sm_89 on the card converts codes itself; before sm_89,
+the bits are moved (fp8.py).
 """
 
 import torch
@@ -121,7 +117,7 @@ def nf4_variants(capability: int, dtype: torch.dtype) -> list[Variant]:
 
 
 def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:
-    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, K a multiple of 16; scales span 64 columns."""
+    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, K % 16 == 0, scales for 64 columns or more."""
     one_scale = weight.scales.shape[1] == 1 or weight.block[1] % STEP == 0
     return few_rows.takes_rows(x, weight.out_features, "fp8") and x.shape[1] % 16 == 0 and one_scale
 
@@ -191,7 +187,6 @@ fp8_decode_op = few_rows.decode_op(
 
 
 def fp8_variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Return every launch that the rule chooses, with scales by row and by block."""
     types = {"codes_ptr": "*u8", "scales_ptr": "*fp32"}
     return [
         few_rows.variant(f"fp8_decode {name} by_row={by_row}", fp8_decode_kernel, types, dtype, launch, BY_ROW=by_row,
@@ -201,5 +196,4 @@ def fp8_variants(capability: int, dtype: torch.dtype) -> list[Variant]:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Return every launch that the rules choose, of both kernels."""
     return [*nf4_variants(capability, dtype), *fp8_variants(capability, dtype)]

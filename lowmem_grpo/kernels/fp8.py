@@ -4,8 +4,8 @@
 
 A code has a sign, 4 bits of exponent (bias 7) and 3 of mantissa, no infinity, and NaN at 127 and 255; its largest value
 is 448 (Micikevicius et al., arXiv 2209.05433, table 1). Scales by row are blocks of (1, in), one scale for all is a
-block of (out, in), fine-grained FP8 (DeepSeek-V3, arXiv 2412.19437, section 3.3) has blocks of (128, 128); last blocks
-may be cut. Products are taken in float32 and rounded once.
+block of (out, in), fine-grained FP8 (DeepSeek-V3, arXiv 2412.19437, section 3.3) has blocks of (128, 128); the last
+block of a row or column may be smaller. Products are taken in float32 and rounded once.
 
 Activations are never quantized: weights are decoded and multiplied in the dtype of x, so that all chips compute the
 same. A code's bits are moved into a float16 (Triton has no e4m3 below sm_89), which gives the value / 256.
@@ -59,32 +59,29 @@ class FP8Weight:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that the operations take."""
         return [self.codes, self.scales]
 
     @property
     def sizes(self) -> list[int]:
-        """[h, w] of the blocks, as the operations take them."""
         return [*self.block]
 
     @property
     def column_unit(self) -> int:
-        """The unit for bands of columns. A band may begin at any column, but is faster where a block begins."""
+        """The width of a block of scales (16 if it spans all columns); bands are fastest in multiples of it."""
         return self.block[1] if self.block[1] < self.shape[1] else 16
 
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
-        """Dequantize into `out` (rows, width) the part that begins at this row and column."""
+        """Dequantize the part that begins at `row` and `column` into `out` (rows, width)."""
         fp8_dequantize_op(out, *self.tensors, *self.block, row, column)
 
 
 def scales_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
-    """Return the shape of the scales of a weight of this shape, in blocks (h, w)."""
     return -(shape[0] // -max(block[0], 1)), -(shape[1] // -max(block[1], 1))
 
 
 def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) -> FP8Weight:
-    """Join several weights into one, given their `codes` and `scales`, each concatenated by rows. ValueError if they
-    differ in width, blocks or dtype, or if any but the last does not end with a block."""
+    """Return several weights as one; `codes` and `scales` are theirs, concatenated by rows. ValueError if the weights
+    differ in width, blocks or dtype, or if one before the last ends within a block."""
     first = weights[0]
     for number, weight in enumerate(weights):
         want, got = ((w.shape[1], w.block, w.dtype) for w in (first, weight))
@@ -97,8 +94,8 @@ def adjacent_fp8(weights: Sequence[FP8Weight], codes: Tensor, scales: Tensor) ->
 
 @torch.no_grad()
 def fp8_quantize(weight: Tensor, block: tuple[int, int] | None = None) -> FP8Weight:
-    """Quantize a weight (out, in) of any floating dtype to FP8: each scale makes the largest value of its block 448.
-    With `block` None, each row has one scale. A few rows of blocks are quantized at a time. NaN stays NaN."""
+    """Quantize a weight (out, in) of any floating dtype to FP8: each scale makes the largest magnitude of its block
+    448. With `block` None, each row has one scale. NaN stays NaN."""
     check_tensors(weight=weight)
     if weight.ndim != 2 or not weight.is_floating_point():
         raise ValueError(f"expected a weight (out, in) of a floating dtype; got {tuple(weight.shape)} {weight.dtype}")
@@ -121,7 +118,6 @@ def fp8_quantize(weight: Tensor, block: tuple[int, int] | None = None) -> FP8Wei
 
 
 def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return the largest value of each block of values (rows, columns)."""
     by_rows = torch.stack([part.amax(0) for part in values.split(block[0])]) if block[0] > 1 else values
     if block[1] >= values.shape[1]:
         return by_rows.amax(1, keepdim=True)
@@ -129,7 +125,7 @@ def block_maxima(values: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def spread_scales(scales: Tensor, block: tuple[int, int], shape: Sequence[int]) -> Tensor:
-    """Return the scales of a part of this shape that begins with a block, one per weight, or (rows, 1) if by row."""
+    """Return `scales` repeated to `shape`, one per weight, or (rows, 1) if they are by row."""
     spread = scales.repeat_interleave(block[0], 0)[: shape[0]] if block[0] > 1 else scales
     return spread if scales.shape[1] == 1 else spread.repeat_interleave(block[1], 1)[:, : shape[1]]
 

@@ -1,11 +1,9 @@
-"""Products with frozen weights (tensors, or codes in NF4 or FP8), and the frozen weights of experts in one buffer
-(`FrozenStack`).
+"""Products with frozen weights (tensors, or codes in NF4 or FP8), and the frozen weights of experts in one buffer.
 
     y = x W^T + bias;   dx = dy W
 
-The arithmetic is in the dtype of x. Codes are dequantized into it band by band, in one reused buffer of BAND_BYTES,
-and multiplied into slices of the result, so that no dequantized weight is kept. No sum runs over bands: the product
-dy W uses bands of columns.
+The arithmetic is in the dtype of x. Codes are dequantized into it band by band, in one buffer of BAND_BYTES: bands of
+rows of W for y, and of columns for dx, so that no sum runs over bands.
 """
 
 import math
@@ -32,14 +30,13 @@ FrozenWeight = Tensor | QuantizedWeight
 
 @dataclass(eq=False)
 class WideWeights:
-    """Holds dequantized 16-bit weights. Inside a context (`WIDE`), products of more than `few` rows of x use them. A
-    weight is dequantized by its first such product, and stays in memory until `held` is cleared."""
+    """A cache of dequantized weights. While the context variable `WIDE` holds one, products with more than `few` rows
+    of x dequantize a weight once and reuse it until `held` is cleared."""
 
     few: int
     held: dict[tuple[int, tuple[int, int]], tuple[QuantizedWeight, Tensor]] = field(default_factory=dict)
 
     def dequantized(self, weight: QuantizedWeight, like: Tensor) -> Tensor:
-        """Return the dequantized weight (out, in), in the dtype of `like`."""
         key = weight.tensors[0].data_ptr(), weight.shape
         if key not in self.held:
             wide = like.new_empty(weight.shape)
@@ -52,12 +49,12 @@ WIDE: ContextVar[WideWeights | None] = ContextVar("wide weights", default=None)
 
 
 def wide_weights() -> WideWeights | None:
-    """Return the context's 16-bit weights; None while torch compiles, which cannot read a context variable."""
+    """Return the context's `WideWeights`; None while torch compiles, which cannot read a context variable."""
     return None if torch.compiler.is_compiling() else WIDE.get()
 
 
 def can_decode(x: Tensor, weight: QuantizedWeight) -> bool:
-    """Return whether x (M, K) has so few rows that a kernel multiplies them with the codes directly."""
+    """Return whether x (M, K) has so few rows that a kernel multiplies x with the codes directly."""
     wide = wide_weights()
     if wide is not None and len(x) > wide.few:
         return False
@@ -68,8 +65,8 @@ def decode(
     x: Tensor, weight: QuantizedWeight, xa: Tensor | None = None, lora_b: Tensor | None = None,
     scale: float | Tensor = 1.0, bias: Tensor | None = None,
 ) -> Tensor:
-    """Return x W^T + scale * xa_s B^T + bias (M, N), without autograd (few_rows.py); `can_decode` must be True. x (M,
-    K) has any strides; xa (M, S * R), lora_b (N, R) and bias (N,) have the dtype of x."""
+    """Return x W^T + scale * xa_s B^T + bias (M, N) by a kernel of few_rows_kernels.py, without autograd, where
+    `can_decode` is True. x (M, K), xa (M, S * R), lora_b (N, R) and bias (N,) have one dtype."""
     operation = nf4_decode_op if isinstance(weight, NF4Weight) else fp8_decode_op
     return operation(x.contiguous(), weight.tensors, weight.sizes, list(weight.out_features),
                      *given_adapters(xa, lora_b, scale, bias))
@@ -93,7 +90,7 @@ def project(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tens
 
 @torch.no_grad()
 def project_each(x: Tensor, weight: QuantizedWeight, biases: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return x W_i^T + bias_i (N, out_i) of each of a weight's matrices, without autograd; x (N, in)."""
+    """Return x W_i^T + bias_i (N, out_i) for x (N, in) and each matrix W_i of a weight, without autograd."""
     with torch.autocast(x.device.type, enabled=False):
         if not can_decode(x, weight):
             return project_bands(x, weight, weight.out_features, biases)
@@ -106,7 +103,7 @@ def project_each(x: Tensor, weight: QuantizedWeight, biases: Sequence[Tensor | N
 def project_bands(
     x: Tensor, weight: QuantizedWeight, features: Sequence[int], biases: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Return x W_i^T + bias_i (N, out_i) for each of the `features` out_i, for x (N, in), by bands of rows of W."""
+    """Compute `project_each` by bands of dequantized rows; `features` holds the rows of each matrix."""
     outputs: dict[int, Tensor] = {}
     for start, band in row_bands(weight, x):
         for number, columns, rows in crossings(features, start, start + len(band)):
@@ -124,8 +121,7 @@ def project_bands(
 
 
 def crossings(features: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield, for each matrix with rows in [start, stop): its number, the rows' slice in it, and their slice in the
-    band."""
+    """Yield each matrix with rows in the band [start, stop): its number, and the rows' slices in matrix and band."""
     first = 0
     for number, size in enumerate(features):
         begin, end = max(start, first), min(stop, first + size)
@@ -164,8 +160,7 @@ def project_back_each(
 
 
 def row_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, dequantized rows) in the dtype of `like`, band by band in one buffer. If `WIDE` is set and
-    `like` has more than `few` rows, yield all rows at once."""
+    """Yield (first row, dequantized rows) in like's dtype, band by band in one buffer, or all rows from `WIDE`."""
     wide = wide_weights()
     if wide is not None and len(like) > wide.few:
         yield 0, wide.dequantized(weight, like)
@@ -193,8 +188,7 @@ def column_bands(weight: QuantizedWeight, like: Tensor) -> Iterator[tuple[int, T
 
 
 def even_step(count: int, size: int, unit: int) -> int:
-    """Return the number of rows or columns in a band, a multiple of `unit`, so that `count` rows or columns of `size`
-    bytes each are cut into bands of about equal width."""
+    """Return the rows of a band, a multiple of `unit`, that cuts `count` rows of `size` bytes about evenly."""
     bands = max(1, math.ceil(count * size / BAND_BYTES))
     return max(1, math.ceil(count / bands / unit)) * unit
 
@@ -215,9 +209,9 @@ def check_frozen(weight: FrozenWeight) -> None:
 
 
 def frozen_linear(x: Tensor, weight: FrozenWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias (..., out) for x (..., in) of any floating dtype, to which codes are decoded. The backward
-    pass decodes them again, so nothing is saved for it. A bias may get a gradient, the weight none. ValueError if
-    shapes do not fit."""
+    """Return x W^T + bias (..., out) for x (..., in) of any floating dtype. Codes are decoded to that dtype, and
+    decoded again in the backward pass, for which nothing is saved. A bias may get a gradient, the weight none.
+    ValueError if shapes do not fit."""
     weight = frozen_weight(weight)
     check_tensors({"bias": bias}, x=x)
     check_frozen(weight)
@@ -248,11 +242,7 @@ class FrozenLinearFunction(torch.autograd.Function):
 @dataclass(frozen=True, eq=False)
 class FrozenStack:
     """The frozen weights of E experts in one buffer: E matrices (out, in) on top of each other, in NF4 or unquantized.
-    Expert e has rows e * out to (e + 1) * out. ValueError if they cannot be sliced by expert.
-
-    An expert is a view of codes and scales, so a block of weights must end at each border between experts. Blocks of
-    nested scales may span a border; `NF4Weight.rows` takes account of that.
-    """
+    ValueError if E does not divide the rows, or if a block of NF4 weights belongs to two experts."""
 
     weight: Tensor | NF4Weight  # (E * out, in)
     experts: int  # E
@@ -285,18 +275,15 @@ class FrozenStack:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that the operations take: the weights, or the tensors of an NF4 weight."""
         return [self.weight] if isinstance(self.weight, Tensor) else self.weight.tensors
 
     @property
     def sizes(self) -> list[int]:
-        """[E, E * out], followed by the sizes of an NF4 weight, as the operations take them."""
         nf4 = () if isinstance(self.weight, Tensor) else self.weight.sizes
         return [self.experts, self.weight.shape[0], *nf4]
 
     @classmethod
     def from_parts(cls, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> "FrozenStack":
-        """Return the stack with these `tensors` and `sizes`."""
         experts, rows, *others = sizes
         if not others:
             return cls(tensors[0], experts)
@@ -309,8 +296,7 @@ class FrozenStack:
         return self.weight[part] if isinstance(self.weight, Tensor) else self.weight.rows(part.start, part.stop)
 
     def fill(self, out: Tensor, number: int) -> Tensor:
-        """Return an expert's weight (out, in) in the dtype of `out`: a view if stored in that dtype, else `out`,
-        filled."""
+        """Return an expert's weight (out, in) in the dtype of `out`: a view if it is stored so, else `out`, filled."""
         part = self.expert(number)
         if isinstance(part, Tensor):
             return part if part.dtype == out.dtype else out.copy_(part)

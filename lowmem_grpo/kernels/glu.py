@@ -1,7 +1,7 @@
 """Gated linear units: h = act(gate) * up, forward and backward each in one pass over the memory.
 
-    swiglu           act(g) = g * sigmoid(g)                                            LlamaMLP, Qwen3MLP, Phi3MLP
-    geglu            act(g) = g * sigmoid(2 u), u = sqrt(2 / pi) (g + 0.044715 g^3)     Gemma3MLP; (1 + tanh u) / 2
+    swiglu           act(g) = g * sigmoid(g)                                                 LlamaMLP, Qwen3MLP, Phi3MLP
+    geglu            act(g) = g * (1 + tanh u) / 2,  u = sqrt(2 / pi) (g + 0.044715 g^3)     Gemma3MLP
     geglu, "none"    act(g) = g * (1 + erf(g / sqrt 2)) / 2
     backward         grad_gate = grad * up * act'(gate);  grad_up = grad * act(gate)
 
@@ -21,19 +21,18 @@ APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # by activation
 
 
 def swiglu_ref(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Compute `swiglu` in plain torch, from `gate` and `up` (..., F) each, or from both side by side (..., 2 F)."""
+    """Compute `swiglu` in plain torch."""
     gate, up = halves(gate, up)
     return activate_ref(gate, "silu") * up
 
 
 def geglu_ref(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    """Compute `geglu` in plain torch, from `gate` and `up` (..., F) each, or from both side by side (..., 2 F)."""
+    """Compute `geglu` in plain torch."""
     gate, up = halves(gate, up)
     return activate_ref(gate, gelu_name(approximate)) * up
 
 
 def activate_ref(gate: Tensor, activation: str) -> Tensor:
-    """Return the activation of `gate`, by plain torch."""
     if activation == "silu":
         return torch.nn.functional.silu(gate)
     return torch.nn.functional.gelu(gate, approximate=APPROXIMATE[activation])
@@ -52,8 +51,7 @@ def gradients_ref(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
 
 
 def launch_rule(columns: int) -> Launch:
-    """Return a launch of 1,024 entries per program, eight per thread. No two threads share an entry, so writing in
-    place is safe."""
+    """Return a launch of 1,024 entries per program. No two threads share an entry, so writing in place is safe."""
     block = 1024 if columns > 256 else 256 if columns > 64 else 64
     return Launch({"BLOCK_N": 1024 // block, "BLOCK_F": block}, num_warps=4, num_stages=1)
 
@@ -70,7 +68,7 @@ def tile(N, F, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
 
 @triton.jit
 def activate(gate, ACTIVATION: tl.constexpr):
-    """Return act(gate) and act'(gate) in float32; `share` is act(gate) / gate."""
+    """Return act(gate) and act'(gate) in float32."""
     if ACTIVATION == "silu":
         share = tl.sigmoid(gate)
         slope = share * (1 + gate * (1 - share))
@@ -128,7 +126,6 @@ def launch_bwd(
 
 
 def grid(rows: int, columns: int, launch: Launch) -> tuple[int]:
-    """Return the launch grid: a program for each tile of rows and columns."""
     return (-(-rows // launch.constexprs["BLOCK_N"]) * -(-columns // launch.constexprs["BLOCK_F"]),)
 
 
@@ -138,7 +135,6 @@ def new_gradients(gate: Tensor, fused: bool) -> list[Tensor]:
 
 
 def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) * up, (N, F)."""
     rows, columns = gate.shape
     gate, up, out = rows_of(gate), rows_of(up), gate.new_empty(gate.shape)
     launch = launch_rule(columns)
@@ -156,12 +152,10 @@ def glu_bwd_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fuse
 
 
 def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Run the backward kernel with its results over gate and up, and the product over grad."""
     launch_bwd(grad, gate, up, gate, up, activation, product=True)
 
 
 def glu_fwd_cpu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return act(gate) * up, (N, F)."""
     return activate_ref(gate, activation).mul_(up).contiguous()  # in one buffer
 
 
@@ -173,7 +167,6 @@ def glu_bwd_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: 
 
 
 def glu_bwd_all_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Write the gradients of gate and up, and the product, over gate, up and `grad`."""
     for target, values in zip((gate, up, grad), gradients_ref(grad, gate, up, activation), strict=True):
         target.copy_(values)
 
@@ -186,8 +179,6 @@ glu_bwd_all = custom_op("glu_bwd_all", glu_bwd_all_cpu, glu_bwd_all_triton, muta
 
 
 class GLUFunction(torch.autograd.Function):
-    """Computes act(gate) * up; only gate and up are kept."""
-
     @staticmethod
     def forward(ctx, gate, up, activation):
         ctx.save_for_backward(gate, up)
@@ -203,19 +194,17 @@ class GLUFunction(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Return silu(gate) * up, from gate and up (..., F) of one shape, dtype and device. Without `up`, gate is a tensor
-    (..., 2 F), a fused projection, whose halves are gate and up; it is read and differentiated without copies."""
+    """Return silu(gate) * up, from gate and up (..., F) of one shape, dtype and device. Without `up`, `gate` is a fused
+    projection (..., 2 F), whose halves are gate and up."""
     return glu(gate, up, "silu")
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
-    """Return gelu(gate) * up. `approximate` chooses the tanh approximation or, with "none", the error function. The
-    tensors are those of `swiglu`."""
+    """Return gelu(gate) * up, with the tensors of `swiglu`. `approximate` is "tanh" or "none" (the error function)."""
     return glu(gate, up, gelu_name(approximate))
 
 
 def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """Check the arguments and call the kernel on rows; plain torch handles empty tensors."""
     check_arguments(gate, up, activation)
     shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
     if 0 in shape:
@@ -233,7 +222,7 @@ def glu_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """Write grad_gate over gate, grad_up over up and act(gate) * up over grad, all (..., F), in one pass without
-    autograd. The down projection's weight gradient needs the product, so one buffer serves both."""
+    autograd. The down projection's weight gradient needs the product."""
     check_arguments(gate, up, activation)
     check_arguments(gate, grad, activation)
     if gate.numel():
@@ -268,7 +257,7 @@ def rows_in_place(name: str, values: Tensor) -> Tensor:
 
 
 def gelu_name(approximate: str) -> str:
-    """Return our name of the GELU with this approximation; ValueError for an unknown one."""
+    """Return "gelu_tanh" or "gelu", the activation for torch's `approximate`; ValueError for an unknown one."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f'approximate is {approximate!r}; it must be "tanh" or "none"')
     return "gelu_tanh" if approximate == "tanh" else "gelu"

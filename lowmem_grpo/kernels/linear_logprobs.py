@@ -10,9 +10,9 @@ respect to hidden does not depend on the loss:
 
 so a forward pass that needs a gradient computes U (N, D) chunk by chunk and keeps it in place of `hidden`, and the
 backward pass is one row scaling, grad_hidden = grad_logp * U: two matrix products in all, as many as with the logits
-kept. A call without gradients does one matrix product and keeps nothing. Where the head is trained, or the entropy
-takes a gradient, the backward pass computes the logits again, tile by tile: three products, and one more for the head's
-own gradient. `README.md` beside this file derives all of it.
+kept. A call without gradients does one. If the head is trained, or the entropy takes a gradient, the backward pass
+computes the logits again, tile by tile: three products, and one more for the head's own gradient. `README.md` beside
+this file derives all of it.
 """
 
 from numbers import Integral
@@ -40,7 +40,7 @@ def linear_logprobs_ref(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
     logit_scale: float = 1.0, softcap: float | None = None, ignore_index: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs (N,), entropy (N,)) in plain torch, which holds all logits; differentiable by autograd."""
+    """Return (logprobs (N,), entropy (N,)) in plain torch, with all logits in memory; differentiable by autograd."""
     dtype = accumulator_dtype(hidden.dtype)
     logits = hidden.to(dtype) @ weight.to(dtype).T
     logits = (logits if bias is None else logits + bias) * logit_scale
@@ -58,18 +58,16 @@ def linear_logprobs(
     logit_scale: float = 1.0, softcap: float | None = None, return_entropy: bool = False, entropy_grad: bool = False,
     chunk_rows: int | None = None, ignore_index: int | None = None, return_best: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return the log-probability of each target token, the entropy with `return_entropy`, and the log-probability of
-    the likeliest token with `return_best`.
+    """Return the log-probability (N,) of each target token, in float32 (float64 for float64 input). With
+    `return_entropy` or `return_best`, return a tuple that goes on with the entropy (N,) and the log-probability (N,) of
+    the likeliest token.
 
-    hidden (N, D) and weight (V, D) share a floating dtype, targets (N,) is int64, bias (V,) is optional. Returns
-    logprobs (N,) in float32 (float64 for float64 input), or a tuple of them and the other values asked for, each (N,).
-    Rows whose target is `ignore_index` give 0 and no gradient. Other targets outside the vocabulary raise ValueError on
-    the CPU. On a card, which does not wait for a check, they give NaN. The log-probability of the likeliest token has
-    no gradient, and is computed for ignored rows too. Where it equals the target's, the target is the likeliest token.
+    hidden (N, D) and weight (V, D) share a floating dtype, targets (N,) is int64, bias (V,) is optional. Rows whose
+    target is `ignore_index` give 0 and no gradient. Other targets outside the vocabulary raise ValueError on the CPU,
+    and give NaN on a card. The log-probability of the likeliest token has no gradient; ignored rows have it as well.
 
-    hidden, weight and bias get gradients if they require them. The entropy is a value without gradient unless
-    `entropy_grad` is set, for a loss with an entropy bonus; that costs a third matrix product. `chunk_rows` rows of
-    logits exist at a time, chosen from the device's memory by default.
+    hidden, weight and bias get gradients if they require them. The entropy has a gradient only with `entropy_grad`,
+    which costs a third matrix product. `chunk_rows` rows of logits exist at a time; the default suits the device.
     """
     check_numbers(temperature=temperature, logit_scale=logit_scale, softcap=0 if softcap is None else softcap)
     check_arguments(hidden, weight, targets, bias, temperature, chunk_rows)
@@ -90,7 +88,7 @@ def linear_logprobs(
 
 
 def default_rows(device: torch.device, vocabulary: int) -> int:
-    """Return the number of rows whose float32 logits stay within the device's budget: the largest such power of two."""
+    """Return the largest power of two of rows whose float32 logits stay within the device's budget."""
     budget = CPU_CHUNK_BYTES
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else 80 * 2**30
@@ -151,7 +149,6 @@ class RecomputedLogprobsFunction(torch.autograd.Function):
 
 
 def new_results(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """Return uninitialised results of `forward_rows`."""
     return new_logits(hidden, 4, len(hidden)), hidden.new_empty(hidden.shape if arguments[-1] else 0)
 
 

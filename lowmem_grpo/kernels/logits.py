@@ -3,8 +3,7 @@
     z = (raw + bias) * scale;  z = softcap * tanh(z / softcap);  z = z / temperature
     slope = dz / d raw = scale / temperature * (1 - tanh(...)^2)
 
-Later steps use z minus the largest z of its row: at a temperature of 0.01 z is in the thousands, and float32 keeps only
-two or three digits of a difference of sums of it.
+Later steps use z minus the largest z of its row: at a temperature of 0.01 z is in the thousands and loses digits.
 
 Scale: Cohere's and Granite's logit scaling. Softcap: Gemma 2 (arXiv 2408.00118, section 2). Temperature: the sampler's.
 """
@@ -23,7 +22,7 @@ NONE_IGNORED = -(2**62)  # equals no target
 
 
 class LogitShape(NamedTuple):
-    """The numbers in this module's formulas. Rows whose target is `ignore_index` give 0 and no gradient."""
+    """The numbers in this module's formulas, and the target of rows that give 0 and no gradient (`ignore_index`)."""
 
     temperature: float = 1.0
     scale: float = 1.0
@@ -41,7 +40,7 @@ class LogitShape(NamedTuple):
         return logits.div_(self.temperature) if self.temperature != 1.0 else logits
 
     def slope_(self, shifted: Tensor, maximum: Tensor) -> Tensor | float:
-        """Return the slope: a number, or with a softcap (R, V), written over `shifted` = z - maximum (R, 1)."""
+        """Return the slope: a number, or with a softcap (R, V), written over `shifted`, which is z - `maximum`."""
         slope = self.scale / self.temperature
         if not self.softcap:
             return slope
@@ -49,17 +48,15 @@ class LogitShape(NamedTuple):
 
 
 def new_logits(hidden: Tensor, rows: int, columns: int) -> Tensor:
-    """Return an uninitialised buffer for logits (rows, columns) of hidden states, float32 or float64."""
     return hidden.new_empty(rows, columns, dtype=accumulator_dtype(hidden.dtype))
 
 
 def kernels_take(logits: Tensor) -> bool:
-    """Return whether our kernels read these logits; plain torch computes for other dtypes, and on the CPU."""
     return logits.is_cuda and logits.dtype == torch.float32
 
 
 def packed_gradient(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a view (R, V) of `dtype` on float32 logits (R, V). A 16-bit dtype takes the first half of each row."""
+    """Return logits (R, V) as a view (R, V) in `dtype`; 16-bit numbers take the first half of each row."""
     return logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
 
 

@@ -39,8 +39,8 @@ def forward_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, scale: float,
     softcap: float | None, ignore_index: int, chunk_rows: int, keep_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return a tensor (4, N) of logprobs, entropy, m and log s, where log sum exp(z) = m + log s, and U (N, D) in the
-    dtype of hidden, empty if it is not kept. The inputs are hidden (N, D), weight (V, D) and bias (V,)."""
+    """Return logprobs, entropy, m and log s as one tensor (4, N), and U (N, D) of linear_logprobs.py in the dtype of
+    hidden, empty unless `keep_gradient`, from hidden (N, D), weight (V, D) and bias (V,)."""
     rows, vocabulary = hidden.shape[0], weight.shape[0]
     check_targets(targets, vocabulary, ignore_index)
     buffer = new_logits(hidden, min(chunk_rows, rows), vocabulary)
@@ -61,7 +61,7 @@ def forward_rows(
 
 
 def check_targets(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raise ValueError for a target on the CPU that is no token. A card is not checked; its row becomes NaN."""
+    """Raise ValueError for a target outside the vocabulary. On a card it is not checked: its row becomes NaN."""
     if type(targets) is Tensor and targets.is_cpu:  # a fake tensor has no values
         ids = targets.numpy()
         if len(wrong := ids[(ids != ignore_index) & ((ids < 0) | (ids >= vocabulary))]):
@@ -73,9 +73,8 @@ def finish_rows_ref(
     logits: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, gradient_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Return (4, R): logprobs, entropy, m, log s of raw logits (R, V), which are overwritten. This needs one more
-    buffer of their size. With `gradient_dtype`, `packed_gradient(logits, gradient_dtype)` holds the gradient
-    afterwards."""
+    """Return (4, R): logprobs, entropy, m, log s of raw logits (R, V), which are overwritten: with `gradient_dtype`, by
+    their gradient in the layout of `packed_gradient`. Needs one more buffer of the size of the logits."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     ignored = targets == ignore_index
     columns = targets.masked_fill(ignored, 0)[:, None]
@@ -166,9 +165,8 @@ def backward_tiles(
     grad_entropy: Tensor | None, needed: list[bool],
 ) -> list[Tensor]:
     """Return gradients of hidden (N, D), weight (V, D) and bias (V,), empty if not needed, from the results (4, N) of
-    `forward_rows` and the incoming gradients (N,). Incoming gradients are divided by their largest magnitude before
-    anything is rounded to 16 bits, and the results multiplied by it in float32. So a loss averaged over many tokens
-    does not underflow in float16."""
+    `forward_rows` and the incoming gradients (N,). Incoming gradients are divided by their largest magnitude first, so
+    that a loss averaged over many tokens does not underflow in float16."""
     smallest = grad_logprobs.new_full((1,), torch.finfo(grad_logprobs.dtype).tiny)  # for a divisor above 0 if all are 0
     present = [grad for grad in (grad_logprobs, grad_entropy) if grad is not None]
     most = torch.cat([smallest, *present]).abs().amax()
@@ -194,7 +192,6 @@ def backward_tiles(
 
 
 def new_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: list[bool]) -> list[Tensor]:
-    """Return uninitialised gradients of the operands, empty if not needed."""
     return [torch.empty_like(part, memory_format=torch.contiguous_format) if wanted and part is not None
             else hidden.new_empty(0) for part, wanted in zip((hidden, weight, bias), needed, strict=True)]
 
@@ -204,8 +201,8 @@ def differentiate_ref(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
-    """Overwrite raw logits (N, T) of the vocabulary from entry `first` on, with bias (T,), by their gradient d in the
-    layout of `packed_gradient`. Needs one more buffer of the size of the logits, two for an entropy gradient."""
+    """Overwrite raw logits (N, T) of a tile, whose first token is `first`, by their gradient d, as a
+    `packed_gradient`."""
     shape = LogitShape(temperature, scale, softcap, ignore_index)
     columns = (targets - first).clamp(0, logits.shape[1] - 1)[:, None]
     here = columns.squeeze(-1) + first == targets
@@ -258,7 +255,6 @@ def logprob_tile_bwd_triton(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
-    """Write the gradient d over one tile of logits (N, T)."""
     rows, columns = logits.shape
     gradient = packed_gradient(logits, gradient_dtype)
     if rows:

@@ -28,7 +28,7 @@ from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_fac
 
 
 def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
-    """Compute one layer in plain torch: x (..., in), weight (out, in) -> (..., out)."""
+    """Compute one layer of `lora_linear` in plain torch: x (..., in), weight (out, in) -> (..., out)."""
     y = x @ weight.T
     if lora is None:
         return y
@@ -38,12 +38,11 @@ def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
 def lora_linear(
     x: Tensor, weights: Sequence[Any], loras: Sequence[LoRA | None], biases: Sequence[Tensor | None] | None = None
 ) -> tuple[Tensor, ...]:
-    """Return the outputs (..., out_i) of several linear layers on the same x (..., in), saved once for backward.
+    """Return the outputs (..., out_i) of several linear layers on one x (..., in), which is saved once for all of them.
 
-    A weight is a tensor (out, in) of the dtype of x, an `NF4Weight`, an `FP8Weight` or bitsandbytes' Params4bit; it
-    takes no gradient, and neither does a bias (out,). A quantized weight that consists of several adjacent matrices
-    counts as several layers. A layer without LoRA has None in `loras`. Raises ValueError if shapes or dtypes do not
-    fit.
+    A weight is a tensor (out, in) of the dtype of x, an `NF4Weight`, an `FP8Weight` or bitsandbytes' Params4bit. A
+    quantized weight of several adjacent matrices counts as several layers. A layer without LoRA has None in `loras`.
+    Weights and biases (out,) get no gradient. ValueError if shapes or dtypes do not fit.
     """
     if (isinstance(weights, Tensor) and weights.ndim < 3) or isinstance(loras, LoRA):
         raise ValueError("expected lists, with a weight and a LoRA or None of each layer: lora_linear(x, [weight], "
@@ -101,7 +100,7 @@ def forward_linears(
 def backward_linears(
     grads: Sequence[Tensor | None], x: Tensor, weights: Sequence[FrozenWeight], factors: Factors | None, needs_x: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return (dx (N, in) or None, [dA, dB of each layer], float32 or float64) without autograd; a dy_i may be None."""
+    """Return dx (N, in) or None, and [dA, dB of each layer] in float32 or float64; a dy_i may be None. No autograd."""
     grad_x = back_to_x(grads, weights) if needs_x else None
     grad_low = None if factors is None else factors.grad_low(grads)
     if factors is None or grad_low is None:
@@ -131,7 +130,6 @@ def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -
 
 
 def matrices(weight: FrozenWeight) -> int:
-    """Return the number of matrices in a weight."""
     return 1 if isinstance(weight, Tensor) else len(weight.out_features)
 
 
@@ -143,18 +141,17 @@ def shapes_of(weights: Sequence[FrozenWeight]) -> Iterator[tuple[tuple[int, int]
 
 
 def as_given(grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients in the dtypes of their tensors."""
+    """Return each gradient in the dtype of its tensor."""
     pairs = zip(grads, tensors, strict=True)
     return [None if grad is None or like is None else grad.to(like.dtype) for grad, like in pairs]
 
 
 def tensors_of(loras: Sequence[LoRA | None]) -> list[Tensor | None]:
-    """Return [a, b] of each layer, None without LoRA, as an autograd function takes them."""
+    """Return all a and b in one list, with None and None for a layer without LoRA."""
     return [tensor for lora in loras for tensor in ((None, None) if lora is None else (lora.a, lora.b))]
 
 
 def scales_of(loras: Sequence[LoRA | None]) -> list[float]:
-    """Return the scale of each layer, 0 where there is no LoRA."""
     return [0.0 if lora is None else lora.scale for lora in loras]
 
 

@@ -4,8 +4,8 @@
     d_low_i = scale_i dy_i B_i;  dx += d_low A;  dA = d_low^T x;  dB_i = dy_i^T (scale_i low_i)
 
 So several layers share one product with A in the forward pass, and three in the backward pass. Adapters are usually in
-float32 while x is in 16 bits: all are converted by one launch and kept for one pass over the layer, so that they are
-never stale. Sampling, during which adapters do not change, keeps the converted pairs (`kept_factors`).
+float32 while x is in 16 bits: one launch converts all of them for each pass over the layer, so that they are never
+stale. Sampling, during which adapters do not change, keeps the converted pairs (`kept_factors`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,8 +59,7 @@ class Factors:
         return low
 
     def grad_low(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Return d_low (N, sum of r_i) from the dy_i (N, out_i). A dy_i that is None gives zeros. Return None if all
-        are."""
+        """Return d_low (N, sum of r_i), with zeros for a dy_i that is None; None if no layer with LoRA has a dy_i."""
         like = next((grad for grad, b in zip(grads, self.b, strict=True) if grad is not None and b is not None), None)
         if like is None:
             return None
@@ -96,9 +95,8 @@ KEPT: ContextVar[Kept | None] = ContextVar("kept factors", default=None)  # a th
 
 @contextmanager
 def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
-    """Inside this context, passes without gradient convert each layer's pairs only once (2 bytes per number in 16
-    bits). The adapters must not change inside it. Pairs in `lasting` are converted anew on entry, in place, and stay
-    there."""
+    """Convert each LoRA pair only once for all passes without gradient inside this context, where adapters must not
+    change. Pairs in `lasting`, from an earlier context, are converted anew on entry, in place, and kept on exit."""
     kept: Kept = {} if lasting is None else lasting
     convert_again(kept)
     token = KEPT.set(kept)
@@ -111,7 +109,7 @@ def kept_factors(lasting: Kept | None = None) -> Iterator[Kept]:
 
 
 def convert_again(kept: Kept) -> None:
-    """Write the current adapters over those converted earlier. A CUDA graph may read them at these addresses."""
+    """Convert the current adapters into the tensors of an earlier conversion, which a CUDA graph may read."""
     for key, (groups, factors) in kept.items():
         if not isinstance(key[0], torch.dtype):
             continue  # holds no converted tensors
@@ -123,7 +121,7 @@ def convert_again(kept: Kept) -> None:
 
 
 def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
-    """Return `factors_of(groups, dtype)`. Inside `kept_factors`, repeated calls return the first result."""
+    """Return `factors_of(groups, dtype)`, computed only once inside `kept_factors`."""
     if KEPT.get() is None:
         return factors_of(groups, dtype)
     key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)
@@ -132,8 +130,8 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
 
 
 def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
-    """Return `find()`. Inside `kept_factors`, call `find` only once per key, and store `what` with the result, so that
-    the ids of objects in the key stay valid."""
+    """Return `find()`, which is called only once per key inside `kept_factors`. `what` holds the objects whose ids are
+    in the key, so that no id is reused."""
     kept = KEPT.get()
     if kept is None:
         return find()
@@ -143,8 +141,7 @@ def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
 
 
 def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
-    """Return the factors of each group of layers on one input, None for a group without LoRA. One launch converts all.
-    """
+    """Return the factors of each group of layers on one input; None without LoRA. One launch converts all groups."""
     copies: Copies = []
     factors = [factors_of_group(group, dtype, copies) for group in groups]
     if copies:
@@ -153,7 +150,7 @@ def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | No
 
 
 def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factors | None:
-    """Return the factors of pairs on one input, the A stacked; None without any pair. Casts are noted in `copies`."""
+    """Return the factors of one group, None without LoRA. Casts are not made here, but added to `copies`."""
     present = [lora for lora in group if lora is not None]
     if not present:
         return None
@@ -169,7 +166,7 @@ def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factor
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype, copies: Copies) -> Tensor:
-    """Return a tensor in this dtype; a cast is noted in `copies`, to be made together with others."""
+    """Return `tensor` if it has this dtype; else an empty copy, added to `copies` to be filled."""
     if tensor.dtype == dtype:
         return tensor
     copies.append((tensor.new_empty(tensor.shape, dtype=dtype), tensor))
@@ -177,7 +174,7 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype, copies: Copies) -> Tensor:
 
 
 def stacked(parts: Sequence[Tensor], dtype: torch.dtype, copies: Copies) -> Tensor:
-    """Return matrices on top of each other in this dtype; casts are noted in `copies`."""
+    """Return matrices on top of each other in this dtype; casts are added to `copies`."""
     if len(parts) == 1:
         return in_dtype(parts[0], dtype, copies)
     if all(part.dtype == dtype for part in parts):

@@ -6,9 +6,9 @@
 gate, d_up over up and h, computed again, over dh: two buffers (N, F) are kept and one is made; F is the inner size.
 
 In tiles of t rows only x is kept and no buffer is larger than (t, F): the backward pass computes gate and up of a tile
-again. There are two autograd nodes: the first keeps x, passes it on, and computes all gradients; the second computes y,
-keeps nothing, and passes dy back unchanged. So everything is saved before y is computed, and a checkpoint around it
-that stops at the last saved tensor (as torch's non-reentrant one does) never computes y a second time.
+again. The first of two autograd nodes saves x and computes all gradients; the second computes y, saves nothing, and
+passes dy back unchanged. So a checkpoint around them that stops at the last saved tensor (as torch's non-reentrant one
+does) never computes y a second time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ def lora_mlp_ref(
     x: Tensor, gate: Tensor, up: Tensor | None, down: Tensor, *, gate_lora: LoRA | None = None,
     up_lora: LoRA | None = None, down_lora: LoRA | None = None, activation: str = "silu",
 ) -> Tensor:
-    """Compute `lora_mlp` in plain torch; without `up`, gate holds both halves (2 F, in)."""
+    """Compute `lora_mlp` in plain torch."""
     g = lora.lora_linear_ref(x, gate, gate_lora)
     g, u = g.chunk(2, -1) if up is None else (g, lora.lora_linear_ref(x, up, up_lora))
     return lora.lora_linear_ref(activate_ref(g, activation) * u, down, down_lora)
@@ -46,8 +46,8 @@ def lora_mlp(
     Params4bit. With `up=None`, `gate` has both: as one matrix (2 F, in), gate's rows first, with one LoRA (as in
     Phi-3), or as a quantized weight of two adjacent matrices, gate and up, each with its own LoRA. activation: "silu",
     "gelu_tanh" or "gelu". With `tile_rows` (at least 1; out = in) rows are computed in tiles of that size, and the
-    backward pass computes gate and up again. Without tiles, the backward pass overwrites gate and up, so a second one
-    raises RuntimeError.
+    backward pass computes gate and up again. Without it, the backward pass overwrites gate and up, and a second
+    backward pass raises RuntimeError.
     """
     inner = [frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
     both = len(list(lora.shapes_of(inner))) == 1
@@ -83,7 +83,6 @@ class MLPWeights:
 
     @property
     def size(self) -> int:
-        """F, the inner size."""
         return sum(weight.shape[0] for weight in self.inner) // 2
 
     def factors(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Factors | None, Factors | None]:

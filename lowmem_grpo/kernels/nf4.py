@@ -2,13 +2,13 @@
 
     weight[i] = code[nibble[i]] * scale[i // blocksize]          i: position in the flattened (out, in) weight
 
-Two nibbles share a byte of `packed`, the earlier one in the high half. NF4 and FP4 differ in the 16 values of `code`
-only. `scale` is the float32 `absmax` of each block; with double quantization `absmax` holds 8-bit codes instead:
+Two nibbles share a byte of `packed`, the earlier one in the high half. NF4 and FP4 differ only in the 16 values of
+`code`. `scale` is the float32 `absmax` of each block; with double quantization `absmax` holds 8-bit codes instead:
 
     scale[b] = nested_code[absmax[b]] * nested_absmax[b // nested_blocksize] + offset
 
 Products are taken in float32 and rounded once, bit for bit as in bitsandbytes' own dequantization (QLoRA, Dettmers et
-al. 2023, describes the format). Nothing here imports bitsandbytes.
+al. 2023, describes the format).
 """
 
 import math
@@ -46,7 +46,7 @@ class NF4Weight:
 
     @classmethod
     def from_bitsandbytes(cls, param: Any) -> "NF4Weight":
-        """Borrow the tensors of a quantized Params4bit. Nothing is copied, so later changes of them are seen here."""
+        """Borrow the tensors of a quantized Params4bit, so that later changes of the tensors are seen here."""
         state = getattr(param, "quant_state", None)
         if isinstance(param, torch.nn.Module):
             raise ValueError(f"expected a Params4bit; got {type(param).__name__}: give its weight")
@@ -69,9 +69,9 @@ class NF4Weight:
 
     @classmethod
     def adjacent(cls, params: Sequence[Any]) -> "NF4Weight":
-        """Join several Params4bit into one weight; their storage becomes views of it, so bitsandbytes still works with
-        them. They must agree in `in`, block sizes, code and dtype, and each but the last must end where a block ends
-        (with double quantization: where a nested block ends). Otherwise ValueError, and nothing has changed."""
+        """Join several Params4bit into one weight, of which their storage becomes views. ValueError, with nothing
+        changed, unless they agree in `in`, block sizes, code and dtype, and each but the last ends where a block ends
+        (with double quantization: where a nested block ends)."""
         check_adjacent(weights := [cls.from_bitsandbytes(param) for param in params])
         first = weights[0]
         names = ["packed", "absmax"] + ([] if first.nested_code is None else ["nested_absmax", "offset"])
@@ -91,7 +91,7 @@ class NF4Weight:
     def from_parts(
         cls, tensors: Sequence[Tensor], sizes: Sequence[int], features: Sequence[int], dtype: torch.dtype
     ) -> "NF4Weight":
-        """Return the weight with these `tensors` and `sizes`, and these output features for its matrices."""
+        """Return the weight from its `tensors` and `sizes`; `features` holds the rows of each matrix."""
         (packed, absmax, code, *nested), (columns, blocksize, nested_blocksize, first_block) = tensors, sizes
         nested_code, nested_absmax, offset = nested or (None, None, None)
         return cls(packed, absmax, code, (sum(features), columns), blocksize, dtype, tuple(features), nested_code,
@@ -109,7 +109,6 @@ class NF4Weight:
 
     @property
     def sizes(self) -> list[int]:
-        """[columns, blocksize, nested blocksize, `first_block`], as the operations take them."""
         return [self.shape[1], self.blocksize, self.nested_blocksize, self.first_block]
 
     @property
@@ -119,12 +118,11 @@ class NF4Weight:
 
     @property
     def column_unit(self) -> int:
-        """The smallest number of columns that can be dequantized alone. If blocks span rows, this is all columns."""
+        """The smallest number of columns that can be dequantized alone; all columns if blocks span rows."""
         return self.blocksize if self.shape[1] % self.blocksize == 0 else max(self.shape[1], 1)
 
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
-        """Dequantize the part at `row` and `column` (multiples of the row and column units) into `out` (rows, width).
-        """
+        """Dequantize the part from `row` and `column` on (multiples of the units) into `out` (rows, width)."""
         part = self if row == 0 and out.shape[0] == self.shape[0] else self.rows(row, row + out.shape[0])
         nf4_dequantize_op(out, part.tensors, part.sizes, column)
 
@@ -134,8 +132,7 @@ class NF4Weight:
         return tensor.expand_as(self.nested_absmax) if name == "offset" else tensor
 
     def rows(self, start: int, stop: int) -> "NF4Weight":
-        """Return rows `start` to `stop` as a view. `start` must begin a block, as each row does if blocksize divides
-        `in`."""
+        """Return rows `start` to `stop` as a view; ValueError unless a block begins at `start`."""
         columns, size = self.shape[1], self.blocksize
         if not 0 <= start <= stop <= self.shape[0] or start * columns % size:
             raise ValueError(f"rows {start} to {stop} of {self.shape} in blocks of {size} do not begin with a block")
@@ -150,7 +147,6 @@ class NF4Weight:
                        offset=self.offset[groups] if self.offset.ndim else self.offset)
 
     def scales(self) -> Tensor:
-        """Return the float32 scale of each block."""
         if self.nested_code is None or self.nested_absmax is None or self.offset is None:
             return self.absmax
         group = (torch.arange(len(self.absmax), device=self.absmax.device) + self.first_block) // self.nested_blocksize
@@ -233,7 +229,7 @@ def nf4_dequantize_cpu(out: Tensor, tensors: list[Tensor], sizes: list[int], fir
 
 
 def nf4_dequantize_triton(out: Tensor, tensors: list[Tensor], sizes: list[int], first_column: int) -> None:
-    """Write the columns from `first_column` on by the kernel; whole rows, adjacent in memory, count as one long row."""
+    """Write the columns from `first_column` on, of all rows, to `out` by the kernel."""
     rows, width = (1, out.numel()) if out.shape[1] == sizes[0] else out.shape
     tiles = triton.cdiv(width, 8 * DEQUANTIZE.constexprs["WORDS"] * DEQUANTIZE.constexprs["STEPS"])
     pointers, numbers = weight_arguments(tensors, sizes)
@@ -248,7 +244,8 @@ nf4_dequantize_op = custom_op("nf4_dequantize", nf4_dequantize_cpu, nf4_dequanti
 
 
 def dequantized(weight: Any, out: Tensor | None) -> Tensor:
-    """Return the values (out, in) of a weight in NF4 or FP8, in `out` if it is given. ValueError if it does not fit."""
+    """Return the values (out, in) of a weight in NF4 or FP8, in `out` if it is set; ValueError if `out` does not
+    fit."""
     if out is None:
         out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     fits = out.shape == weight.shape and out.is_contiguous() and out.is_floating_point()

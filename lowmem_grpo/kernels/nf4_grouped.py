@@ -3,12 +3,11 @@
     forward    out_p = scale_p x_row(p) W_e(p)^T          x (N, K), W (E, O, K), out (S, O)
     backward   out_p = scale_p x_row(p) W_e(p)            x (N, O), out (S, K)
 
-A place p of S belongs to expert e(p); places are sorted by expert, and `Places` gives the expert of each tile of
-BLOCK_M places. No tile belongs to two experts, so there are at most S / BLOCK_M + E of them: the grid is fixed by the
-shapes, nothing waits for the host, and programs beyond the last tile end at once. A program reads rows of x by index
-and writes its results at their places, so that no rows are sorted or copied. A byte holds an even and an odd column: as
-in few_rows_kernels.py, each half has a separate product, and weights are scaled in float32 and rounded to x.dtype
-first. Decoded weights never leave the program. A block of 64 weights lies in one row: K must be a multiple of 64.
+A place p is one of S pairs of a row of x and an expert e(p). Places are sorted by expert and cut into tiles of BLOCK_M
+places (`Places`). No tile belongs to two experts, so there are at most S / BLOCK_M + E tiles: the shapes fix the grid,
+nothing waits for the host, and programs beyond the last tile end at once. A program reads rows of x by index and writes
+its results at their places, so that no rows are sorted or copied. Even and odd columns are multiplied apart, as in
+few_rows_kernels.py. A block of 64 weights lies in one row: K must be a multiple of 64.
 """
 
 from dataclasses import dataclass
@@ -27,8 +26,7 @@ VARYING = ["places_a_row", "size_out", "row_bytes", "experts", "offset_stride", 
 
 @dataclass(frozen=True)
 class Places:
-    """The places sorted by expert and cut into tiles. A place is an index into the flattened expert ids: one pair of a
-    row and an expert. All tensors are on the device."""
+    """The places (pairs of a row and an expert, numbered as in the flattened ids), by expert and cut into tiles."""
 
     order: Tensor  # (S,) int64: the places, by expert
     ends: Tensor  # (E + 1,) int64: where each expert's places begin in `order`, and the end of the last
@@ -47,32 +45,28 @@ class Places:
 
 
 def block_rows(places: int, experts: int) -> int:
-    """Return the number of rows in a tile: 64 if an expert gets at least 32 rows on average, else 16."""
     return 64 if places >= 32 * experts else 16
 
 
 def can_group(x: Tensor, stack: FrozenStack) -> bool:
-    """Return whether the kernels can multiply rows x with this stack: on CUDA, NF4 weights whose blocks lie within
-    rows, from sm_80 on. Below, Triton uses no tensor cores, and the tiles do not fit in registers."""
+    """Return whether the kernels can multiply rows x with this stack: on CUDA from sm_80 on, by NF4 weights whose
+    blocks lie within rows. Before sm_80 Triton uses no tensor cores, and the tiles do not fit in registers."""
     return x.is_cuda and x.dtype in TRITON_TYPES and whole_blocks(stack) and capability(x.device) >= 80
 
 
 def whole_blocks(stack: FrozenStack) -> bool:
-    """Return whether each block of weights lies in one row of an NF4 stack."""
     weight = stack.weight
     return isinstance(weight, NF4Weight) and weight.blocksize >= 64 and weight.shape[1] % weight.blocksize == 0
 
 
 def grouped_launch(block: int) -> Launch:
-    """Return the launch for a tile of 64 outputs, with more warps for more registers; the same for all cards."""
     return Launch({"BLOCK_M": block, "BLOCK_N": 64}, num_warps=8 if block > 16 else 4, num_stages=2)
 
 
 @triton.jit
 def tile_of(order_ptr, ends_ptr, tiles_ptr, experts, tile, BLOCK_M: tl.constexpr, STEPS: tl.constexpr):
-    """Return the expert of a tile, its places, and which of them exist. A binary search finds the last expert whose
-    first tile is this one or an earlier one. Experts without tiles begin where the next one does, and so are skipped.
-    """
+    """Return a tile's expert, its places, and a mask of the places that exist. A binary search finds the last expert
+    whose first tile is not after this one, which skips experts without tiles."""
     expert = tl.zeros((), tl.int64)
     for step in tl.static_range(STEPS):
         other = expert + (1 << (STEPS - 1 - step))
@@ -180,8 +174,8 @@ def nf4_grouped(
     x: Tensor, stack: FrozenStack, places: Places, places_a_row: int = 1, scale: Tensor | None = None,
     back: bool = False,
 ) -> Tensor:
-    """Return (S, O) for x (S / places_a_row, K), or with `back` (S, K) for x (S / places_a_row, O), in the dtype of x,
-    without autograd. scale (S,) is float32. Row p of the result is for entry p of the flattened expert ids (S,)."""
+    """Return the products at all S places, in the dtype of x and without autograd: (S, O) for x (S / places_a_row, K),
+    or with `back` (S, K) for x (S / places_a_row, O). scale (S,) is float32."""
     weight, (experts, rows, columns) = stack.weight, stack.shape
     assert isinstance(weight, NF4Weight)
     out = x.new_empty(len(places.order), columns if back else rows)
@@ -199,7 +193,6 @@ def nf4_grouped(
 
 
 def steps_of(experts: int) -> int:
-    """Return the number of steps of a binary search among experts."""
     return max(1, (experts - 1).bit_length())
 
 

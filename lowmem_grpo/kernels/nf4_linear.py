@@ -7,8 +7,8 @@ x (..., in), W (out, in), A (r, in), B (out, r). With S adjacent matrices A is (
 x, and the rows of B (out, r) that belong to matrix s get part s of x A^T. (QLoRA, Dettmers et al., arXiv 2305.14314,
 equations 5 and 6.) The arithmetic is in x.dtype: the weight is dequantized into it, the adapters are converted.
 
-A few rows on CUDA go through `nf4_decode`; everything else, with the backward pass, dequantizes bands of the weight
-(`frozen.py`). The backward pass needs x for dA, x A^T for dB and the adapters for dx; only what it needs is kept.
+A few rows on CUDA go through `nf4_decode`. With more rows, and in the backward pass, bands of the weight are
+dequantized (`frozen.py`). Only tensors that a needed gradient uses are saved.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def nf4_linear_ref(
     x: Tensor, weight: NF4Weight, lora_a: Tensor | None = None, lora_b: Tensor | None = None,
     scale: float | Tensor = 1.0, bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute `nf4_linear` in plain torch, with W dequantized, differentiable by autograd; adapters stacked."""
+    """Compute `nf4_linear` in plain torch, with W dequantized; differentiable by autograd."""
     y = x @ nf4_dequantize_ref(replace(weight, dtype=x.dtype)).T
     if lora_a is not None and lora_b is not None:
         inputs = (x @ lora_a.to(x.dtype).T).split(lora_b.shape[1], -1)
@@ -126,7 +126,7 @@ class NF4LinearFunction(torch.autograd.Function):
 
 
 def adapter_parts(weight: NF4Weight, rank: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows of W and B, columns of x A^T) for each matrix."""
+    """Yield, for each matrix, the slices of its rows in W and B and of its columns in x A^T."""
     start = 0
     for number, features in enumerate(weight.out_features):
         yield slice(start, start + features), slice(number * rank, (number + 1) * rank)

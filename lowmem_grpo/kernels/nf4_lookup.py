@@ -1,9 +1,8 @@
 """Device functions shared by the kernels that read 4-bit weights: the code table, and the scale of a block.
 
-A table look-up is the costly part of dequantizing: one for every weight. Loading it from memory takes two integer
-instructions for a 64-bit address and one load each. Here every lane of a warp holds one of the 16 entries, and a warp
-shuffle, whose index is the nibble itself, fetches it: one shift and one shuffle. The interpreter, which runs no inline
-assembly, loads from memory instead (SHUFFLE false).
+Dequantizing looks up each weight in the table. A load from memory takes two integer instructions for a 64-bit address,
+and the load itself. Here every lane of a warp holds one of the 16 entries, and a warp shuffle by the nibble fetches an
+entry: one shift and one shuffle. The interpreter runs no inline assembly and loads from memory (SHUFFLE false).
 """
 
 from collections.abc import Sequence
@@ -39,8 +38,8 @@ def lookup_high(packed, table_address):
 
 @triton.jit
 def lookup_low(packed, table_address):
-    """Return code[packed & 15] in float32. A shuffle reads five bits of the lane number; lanes that differ in the fifth
-    hold the same entry."""
+    """Return code[packed & 15] in float32. The shuffle also reads bit 4 of `packed`, which makes no difference: lanes i
+    and i + 16 hold the same entry."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 entry, lane;
@@ -78,7 +77,7 @@ def block_scale(
 
 
 def weight_arguments(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-    """Return the pointers to a weight's tensors (the table's for unread ones) and the numbers for `block_scale`."""
+    """Return a weight's tensors (the code table in place of missing nested ones) and the numbers for `block_scale`."""
     _, blocksize, nested_blocksize, first_block = sizes
     nested = tensors[3:] or [tensors[2]] * 3
     stride = nested[2].ndim if len(tensors) > 3 else 0  # one offset, or one for each nested block
@@ -87,6 +86,5 @@ def weight_arguments(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[l
 
 
 def weight_types(nested: bool) -> dict[str, str]:
-    """Return the Triton types of the pointers into a weight, for any kernel."""
     floats = ("code_ptr", "nested_code_ptr", "nested_absmax_ptr", "offset_ptr")
     return {"packed_ptr": "*u8", "absmax_ptr": "*u8" if nested else "*fp32"} | dict.fromkeys(floats, "*fp32")

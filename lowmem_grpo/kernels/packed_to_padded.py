@@ -7,9 +7,7 @@ x (T, H, K) packed; y (S, H, W, K), with token w of sequence s at place s W + w;
 (T,) int64. Sequences that share a token are neighbours: `places` points into the first of them, and `copies` is their
 number. Sums are taken in float32 in the order of the sequences, so that they are the same each time: `index_select`
 would add its gradients in 16 bits and, on a card, by atomics in any order. Places of y after a sequence's end must get
-no gradient.
-
-Queries, keys and values go together, in one launch each way; they differ in their number of heads.
+no gradient. One launch converts queries, keys and values together.
 """
 
 from collections.abc import Sequence
@@ -34,7 +32,7 @@ def padded_to_packed_ref(side_by_side: Tensor, places: Tensor) -> Tensor:
 
 
 def by_place(side_by_side: Tensor) -> Tensor:
-    """Return y (S, H, W, K) as (S W, H, K). It is copied only if its memory has another layout."""
+    """Return y (S, H, W, K) as (S W, H, K): a view if its memory has that order, else a copy."""
     return side_by_side.transpose(1, 2).flatten(0, 1)
 
 
@@ -55,7 +53,7 @@ def sum_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
 
 
 def packed_to_padded_cpu(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
-    """Return each x (T, H, K) as y (S, H, W, K). With `places`, write each token to its place only, and 0 elsewhere."""
+    """Return each x (T, H, K) as y (S, H, W, K). With `places`, a token is copied only to its place; the rest is 0."""
     if places is None:
         return packed_to_padded_ref(packed, sources, width)
     return laid_side_by_side([sum_rows(part, places, len(sources)) for part in packed], width)
@@ -103,7 +101,7 @@ def add_copies(
     grad_ptr, sum_ptr, token, place, copies, width, inside, head, heads, sequence_stride, head_stride, token_stride, K,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """Sum one head of some tokens over the sequences that share them, in float32 and in their order."""
+    """Sum one head of some tokens over the sequences that share them, in order and in float32."""
     column = tl.arange(0, BLOCK_K)[None, :]
     start = (place // width) * sequence_stride + (place % width) * token_stride + head * head_stride
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -140,14 +138,13 @@ def sum_copies_kernel(
 
 
 def three(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Return three tensors with a contiguous last dimension, and their numbers of heads. The first tensor, with 0
-    heads, takes the place of a missing one."""
+    """Return the tensors with a contiguous last dimension, filled up to three by the first one, and their numbers of
+    heads, which are 0 for the added tensors."""
     near = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
     return near + near[:1] * (3 - len(near)), [tensor.shape[1] for tensor in near] + [0] * (3 - len(near))
 
 
 def packed_to_padded_triton(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
-    """Launch the kernel for up to three tensors at once."""
     rows = [part.new_empty(len(sources), *part.shape[1:]) for part in packed]
     tensors, heads = three(packed)
     launch, size = launch_rule(packed[0].shape[2]), packed[0].shape[2]
@@ -160,7 +157,6 @@ def packed_to_padded_triton(packed: list[Tensor], sources: Tensor, places: Tenso
 
 
 def new_sums(grads: list[Tensor], sources: Tensor, places: Tensor, copies: Tensor, width: int) -> list[Tensor]:
-    """Return uninitialised results of `sum_copies`, as fake tensors need them."""
     return [grad.new_empty(len(places), grad.shape[1], grad.shape[3]) for grad in grads]
 
 
@@ -178,7 +174,6 @@ def sum_copies_triton(grads: list[Tensor], sources: Tensor, places: Tensor, copi
 
 
 def new_rows(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
-    """Return uninitialised y (S, H, W, K) for each x (T, H, K)."""
     return laid_side_by_side([part.new_empty(len(sources), *part.shape[1:]) for part in packed], width)
 
 
@@ -187,8 +182,6 @@ sum_copies = custom_op("sum_copies", sum_copies_ref, sum_copies_triton, fake=new
 
 
 class PackedToPadded(torch.autograd.Function):
-    """Maps each packed tensor (T, H, K) to padded (S, H, W, K)."""
-
     @staticmethod
     def forward(ctx, sources, places, copies, width, *packed):
         ctx.save_for_backward(sources, places, copies)
@@ -205,8 +198,6 @@ class PackedToPadded(torch.autograd.Function):
 
 
 class PaddedToPacked(torch.autograd.Function):
-    """Maps padded (S, H, W, K) to packed (T, H, K)."""
-
     @staticmethod
     def forward(ctx, sources, places, side_by_side):
         ctx.save_for_backward(sources, places)

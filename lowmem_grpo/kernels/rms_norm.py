@@ -3,10 +3,10 @@
     h = residual + x;   n = h * rstd,  rstd = 1 / sqrt(mean(h^2) + eps);   y = n * (offset + weight)
     grad_h = rstd * (g - n * mean(g * n)) + grad_sum,  g = grad_y * (offset + weight);   grad_weight = sum grad_y * n
 
-h, y (N, D), weight (D,), rstd (N,) float32; without residual h is x. Two orders of rounding, as in transformers:
-offset 0 rounds n to the dtype of x before the product (LlamaRMSNorm, and Mistral, Qwen2, Qwen3, Phi3), any other
-offset, or `round_once`, rounds only the product (Gemma3RMSNorm: offset 1; Olmo2RMSNorm, Gemma4RMSNorm: `round_once`).
-Kept for backward: h, weight and rstd.
+h, y (N, D), weight (D,), rstd (N,) float32; without residual h is x, else h is a result and grad_sum its gradient. Two
+orders of rounding, as in transformers: offset 0 rounds n to the dtype of x before the product (LlamaRMSNorm, and
+Mistral, Qwen2, Qwen3, Phi3), any other offset, or `round_once`, rounds only the product (Gemma3RMSNorm: offset 1;
+Olmo2RMSNorm, Gemma4RMSNorm: `round_once`). Kept for backward: h, weight and rstd.
 """
 
 import torch
@@ -38,7 +38,6 @@ def normalized(h: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def scaled(n: Tensor, weight: Tensor, dtype: torch.dtype, offset: float, round_once: bool) -> Tensor:
-    """Return n * (offset + weight). n is rounded before the product if `offset` is 0 and `round_once` is False."""
     return (n * (offset + weight.to(n.dtype))).to(dtype) if offset or round_once else weight * n.to(dtype)
 
 
@@ -146,7 +145,6 @@ def new_results(
 
 
 def adjacent(rows: Tensor) -> Tensor:
-    """Return rows (N, D) whose columns are adjacent in memory, copied only if they are not."""
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -223,8 +221,6 @@ rms_norm_bwd = custom_op(
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """Maps rows (N, D) to (y, residual + x or None)."""
-
     @staticmethod
     def forward(ctx, x, weight, residual, eps, offset, round_once):
         y, total, rstd = rms_norm_fwd(x, weight, residual, eps, offset, round_once)
@@ -250,9 +246,9 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return x / rms(x) * (offset + weight) over the last dimension; with `residual` the pair (y, residual + x).
 
-    x and residual (..., D), D at most 65,536, share shape and dtype; weight (D,). With `residual`, the sum of it and x
-    is normalised. y has x's dtype; but, as in transformers, with offset 0 a float32 weight makes a float32 y. With
-    offset 0, x / rms(x) is rounded before the product, unless `round_once`: then only the product is, to x's dtype.
+    x and residual (..., D), D at most 65,536, share shape and dtype; weight (D,). With `residual`, residual + x is
+    normalised. As in transformers, with offset 0 and without `round_once` x / rms(x) is rounded before the product, and
+    a float32 weight makes y float32. Otherwise only y is rounded, to x's dtype.
     """
     check_numbers(eps=eps, offset=offset)
     check_arguments(x, weight, residual)

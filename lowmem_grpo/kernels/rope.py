@@ -41,15 +41,14 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tens
 
 
 def launch_rule(half: int) -> Launch:
-    """Return the launch: a program rotates all heads of a token, 1,024 pairs at a time, eight per thread. Products and
-    sums are not fused, so that the first product is rounded, as in transformers."""
+    """Return a launch in which a program rotates all heads of a token, 1,024 pairs at a time. Products and sums are not
+    fused, so that each product is rounded, as in transformers."""
     block = max(16, next_power_of_2(half))
     return Launch({"BLOCK_H": 1024 // block, "BLOCK_R": block}, num_warps=4, num_stages=1, fused=False)
 
 
 @triton.jit
 def rounded(values, kind):
-    """Round to the dtype of cos and sin, and return float32."""
     return values.to(kind).to(tl.float32)
 
 
@@ -150,8 +149,6 @@ rope_new = custom_op("rope_new", rope_new_cpu, rope_new_triton, fake=lambda q, k
 
 
 class RopeFunction(torch.autograd.Function):
-    """Rotates q and k into new tensors."""
-
     @staticmethod
     def forward(ctx, q, k, cos, sin, heads_first):
         ctx.save_for_backward(cos, sin)

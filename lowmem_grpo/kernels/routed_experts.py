@@ -5,13 +5,12 @@
     back_tj = dy_t down_e;  dw_tj = back_tj . a_tj;  dx_t = sum over j of d(a_tj; w_tj back_tj) [gate_e; up_e]
 
 with a = silu(gate) * up (Shazeer et al., arXiv 1701.06538; Qwen3, arXiv 2505.09388, section 2). x (T, D), ids and w
-(T, k). Products and activations are in the dtype of x; sums over experts are in float32, as are w and its gradient.
+(T, k). Products and activations are in the dtype of x; w, its gradient and sums over experts are in float32.
 
-On a card, a call with at most GROUPED_ROWS rows per expert on average goes through `nf4_grouped.py`, which never waits
-for the host. With more rows, on the CPU, or without NF4, one expert after the other is decoded into shared buffers and
-applied to its rows of x, at most PIECE of them at a time. Backward decodes and computes gate and up again: only x, ids
-and w are saved, before y is computed, so a checkpoint that stops at the last saved tensor does not compute y twice (as
-in `lora_mlp.py`).
+On a card, at most GROUPED_ROWS rows per expert on average go through `nf4_grouped.py`. More rows, rows on the CPU and
+rows for experts in 16 bits go through one expert after the other, which is decoded into a shared buffer and applied to
+at most PIECE rows of x at a time. The backward pass decodes and computes gate and up again: only x, ids and w are
+saved, before y is computed, as in `lora_mlp.py`.
 """
 
 from collections.abc import Iterator
@@ -43,7 +42,6 @@ def routed_experts_ref(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenS
 
 
 def dequantized(stack: FrozenStack, number: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight of one expert in this dtype."""
     part = stack.expert(number)
     return nf4_dequantize_ref(part).to(dtype) if isinstance(part, NF4Weight) else part.to(dtype)
 
@@ -136,7 +134,7 @@ def routed_backward(
     grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int],
     down: list[Tensor], down_sizes: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients dx (T, D) and dw (T, k), in the dtypes of x and weights, for `grad`, which is dy (T, D)."""
+    """Return dx (T, D) and dw (T, k), in the dtypes of x and weights, for the gradient `grad` of y (T, D)."""
     stacks = FrozenStack.from_parts(gate_up, gate_up_sizes, x.dtype), FrozenStack.from_parts(down, down_sizes, x.dtype)
     if takes(x, ids, *stacks):
         return grouped_backward(grad, x, ids, weights, *stacks)
@@ -153,8 +151,6 @@ def routed_backward(
 
 
 def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
-    """Return whether the grouped kernels accept these inputs. An expert may get at most GROUPED_ROWS rows on
-    average."""
     few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
     return few and can_group(x, gate_up) and can_group(x, down)
 
@@ -183,8 +179,8 @@ def grouped_backward(
 def by_expert(
     x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield, for each piece of an expert's rows: indices of rows of x, indices into the flattened ids, and the
-    expert's two weights. The host waits for the device."""
+    """Yield at most PIECE rows of an expert at a time: their indices in x and in the flattened ids, and the expert's
+    two weights. The host waits for the device."""
     order = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten(), minlength=gate_up.experts)
     inner, outer = (x.new_empty(stack.shape[1:]) for stack in (gate_up, down))

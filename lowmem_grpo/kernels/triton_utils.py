@@ -19,7 +19,7 @@ try:
 except ImportError:
 
     class StandIn:
-        """Lets a module that defines kernels be imported: decorators return what they decorate."""
+        """Replaces Triton, so that modules with kernels can be imported: as a decorator it returns the function."""
 
         def __getattr__(self, name: str) -> Any:
             return StandIn()
@@ -47,12 +47,10 @@ class Launch:
 
     @property
     def compiler(self) -> dict[str, Any]:
-        """The options of Triton's compiler."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fused}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The compile-time values and the compiler's options, as arguments of a launch."""
         return self.constexprs | self.compiler
 
 
@@ -89,7 +87,6 @@ def capability(device: torch.device) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two that is at least n and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 

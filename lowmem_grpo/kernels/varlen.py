@@ -1,7 +1,5 @@
-"""Sequences (`runs` in the callers), packed without padding. Each has an initial state of its own and is cut into
-chunks of equal width. The tokens of a chunk are computed together, and the chunks of a sequence one after the other:
-step j computes chunk j of every sequence that has one. Within a step the longest sequences come first, so that those
-that continue are the first ones."""
+"""Sequences packed without padding, each cut into chunks of CHUNK tokens. Step j computes chunk j of every sequence
+that has one. Within a step the longest sequences come first, so that those that go on are the first ones."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,7 +46,6 @@ class VarlenSequences:
 
     @cached_property
     def chunks(self) -> Chunks:
-        """The chunks of all sequences, in the order in which they are computed."""
         numbers = [-(-length // CHUNK) for length in self.lengths]
         order = sorted(range(len(numbers)), key=lambda run: -numbers[run])
         counts = [sum(number > step for number in numbers) for step in range(max(numbers, default=0))]

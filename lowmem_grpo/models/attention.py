@@ -36,7 +36,7 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
               dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None,
               newest: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
     """Attend with query (B, H, Q, K) to key and value (B, H_kv, L, K); return (result (B, Q, H, K), None). ValueError
-    for options that change the scores, such as ALiBi. The forms of attention are in the module's docstring."""
+    for options that change the scores, such as ALiBi."""
     asked = kwargs | {"softcap": softcap}
     if wanted := [words for name, words in CHANGES.items() if asked.get(name) is not None]:
         raise ValueError(f"attention with {' and '.join(wanted)} is not supported; load a model without it")
@@ -55,8 +55,7 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Disable cuDNN attention in this context, because it builds a plan for each new shape. Importing vLLM disables it
-    for the whole process; disabling it here gives the same kernels with either engine."""
+    """Disable cuDNN attention in this context: it builds a plan for each new shape, and vLLM disables it too."""
     was = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -67,9 +66,9 @@ def without_cudnn() -> Iterator[None]:
 
 def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
                      sliding_window: int | None, newest: Tensor | None = None) -> Tensor:
-    """Attend with one query per row, (B, H, 1, K), to keys (B, H_kv, L, K). Rows are right-aligned, so a sliding window
-    covers the last keys. The mask (B, 1, 1, L) is either boolean, or has the dtype of the query and is added to the
-    scores. If the cache has empty slots after the keys, `newest` (1,) is the index of the last key."""
+    """Attend with one query per row, (B, H, 1, K), to keys (B, H_kv, L, K). Rows are right-aligned. The mask
+    (B, 1, 1, L) is boolean, or has the dtype of the query and is added to the scores. If the cache has empty slots
+    after the keys, `newest` (1,) is the index of the last key."""
     rows, heads, _, size = query.shape
     if newest is not None and mask is not None and sliding_window is not None and sliding_window < key.shape[2]:
         outside = torch.arange(key.shape[2], device=key.device) <= newest - sliding_window
@@ -85,8 +84,8 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 def parts_of_keys(key: Tensor) -> int:
-    """Return the number of parts in which to read the keys (B, H_kv, L, K); 1 if more launches would not pay off. The
-    GPU runs one block per row and key head, so a small batch is read in parts to occupy all multiprocessors."""
+    """Return the number of parts in which to read the keys (B, H_kv, L, K). The GPU runs one block per row and key
+    head, so a small batch is read in parts to occupy all multiprocessors."""
     if key.device.type != "cuda" or key.shape[2] < LONG or key.dtype == torch.float64:
         return 1
     blocks, parts = key.shape[0] * key.shape[1], 1
@@ -101,8 +100,7 @@ def in_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: f
     (B, 1, 1, L). The keys are split into `parts`, computed in parallel and merged by their log-sum-exp:
 
         out = sum_p exp(lse_p - lse) out_p,   lse = log sum_p exp(lse_p)
-
-    Keys are read without a copy: rows and heads are evenly strided, so they flatten into one axis."""
+    """
     rows, heads, group, size = query.shape
     folded = query.reshape(rows * heads, 1, group, size).expand(-1, parts, -1, -1)
     keys, values = (part.flatten(0, 1).unflatten(1, (parts, -1)) for part in (key, value))
@@ -115,8 +113,7 @@ def in_parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: f
 
 def fused_with_lse(query: Tensor, key: Tensor, value: Tensor, added: Tensor,
                    scaling: float | None) -> tuple[Tensor, Tensor]:
-    """Return the output (B, H, Q, K) and the log-sum-exp (B, H, Q) of torch's fused attention operation for the
-    device."""
+    """Return torch's fused attention (B, H, Q, K) and its log-sum-exp (B, H, Q)."""
     if query.device.type == "cuda":
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, added, True,
                                                                               scale=scaling)

@@ -49,8 +49,7 @@ def use_card(device: str, cuda: Any = None) -> None:
 
 
 def larger_card(device: str, cuda: Any = None) -> str | None:
-    """Return a message naming a visible card with more memory than `device`, and how to use it; None if there is none
-    or the run has several processes."""
+    """Return advice on a visible card with more memory than `device`; None without one, or with several processes."""
     if not device.startswith("cuda:") or "WORLD_SIZE" in os.environ:
         return None
     cuda = cuda or torch.cuda
@@ -105,8 +104,7 @@ def has_managed_memory(index: int) -> bool:
 
 
 def missing_compiler() -> str | None:
-    """Return a message that says what Triton lacks to build its launcher (triton/runtime/build.py) and how to install
-    it; None if nothing is missing."""
+    """Return what Triton lacks to build its launcher (triton/runtime/build.py) and how to install it, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install triton"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -117,8 +115,8 @@ def missing_compiler() -> str | None:
 
 
 def compute_dtype(dtype: "torch.dtype | str | None") -> "torch.dtype":
-    """Return the dtype to load in. It is `dtype` if that is set. Otherwise it is float32 on the CPU, and on a card
-    bfloat16, or float16 if the card lacks bfloat16. ValueError for any other dtype."""
+    """Return the dtype to load in: `dtype` if it is set, else float32 on the CPU, and on a card bfloat16, or float16 if
+    the card lacks bfloat16. ValueError for any other dtype."""
     if isinstance(dtype, str) and dtype != "auto":
         dtype = getattr(torch, dtype, dtype)
     if isinstance(dtype, torch.dtype):
@@ -151,6 +149,5 @@ def check_dtype(config: Any, *dtypes: "torch.dtype | None") -> None:
 
 
 def is_bfloat16_supported() -> bool:
-    """Return whether the card computes in bfloat16 (sm_80 and later); True on the CPU, where every dtype works. Older
-    cards can store bfloat16, but emulate some operations slowly, and Triton cannot compile for it on them."""
+    """Return whether the card computes in bfloat16 without emulation (sm_80 and later); True on the CPU."""
     return torch.cuda.is_bf16_supported(including_emulation=False) if torch.cuda.is_available() else True

@@ -51,7 +51,7 @@ class IdsTokenizer:
 
 @cache
 def class_with_ids(cls: type) -> type:
-    """Return a tokenizer's class with the `IdsTokenizer` mixin added, under the class's own name, which is saved."""
+    """Return a subclass of `cls` with the `IdsTokenizer` mixin, under the name of `cls`, which is saved."""
     return type(cls.__name__, (IdsTokenizer, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
@@ -62,15 +62,14 @@ def empty_tokenizer(cls: type) -> Any:
 
 
 def with_ids(tokenizer: Any) -> Any:
-    """Return a shallow copy of the tokenizer with the `IdsTokenizer` mixin. The copy shares the original's attributes,
-    so the caller should drop the original."""
+    """Return a shallow copy of the tokenizer, with the `IdsTokenizer` mixin; both share their attributes."""
     tokenizer_copy = empty_tokenizer(type(tokenizer))
     vars(tokenizer_copy).update(vars(tokenizer))
     return tokenizer_copy
 
 
 def generate_inputs(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments for `generate`; a mapping that was passed as `input_ids` is unpacked into keywords."""
+    """Return the arguments for `generate`; a mapping passed as `input_ids` or `inputs` is unpacked into keywords."""
     name = next((name for name in ("input_ids", "inputs") if name in options), None)
     given = args[0] if args else options.get(str(name))
     if not isinstance(given, Mapping):

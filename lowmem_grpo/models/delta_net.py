@@ -87,8 +87,7 @@ class DeltaNet(nn.Module):
 
     def forward(self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
                 packed: PackedLayout | None = None, real: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Map (B, T, D) to (B, T, D). Tokens for which `real` (B, T) is False leave the states unchanged. If `real` is
-        None, `attention_mask` takes its place. Packed sequences need no mask."""
+        """Map (B, T, D) to (B, T, D). The states ignore tokens whose `real` (else `attention_mask`) is False."""
         rows, count, _ = hidden_states.shape
         mixed, z, b, a = one_node(hidden_states, [self.get_submodule(name) for name in DELTA_IN], self.weights)
         a, b, log, bias = (tensor.to(torch.promote_types(tensor.dtype, torch.float32))  # float64 stays in float64
@@ -121,8 +120,7 @@ class DeltaNet(nn.Module):
         return result if stages.back is None else result.index_select(0, stages.back)
 
     def rows(self, inputs: RuleInputs, rows: int, cache: Any, real: Tensor | None) -> Tensor:
-        """Return the output (B T, H, V) for B rows, which continue from the cache's states and update them; without a
-        cache they start from zeros."""
+        """Return the output (B T, H, V) for B rows. With a cache, they continue from its states and update them."""
         count = len(inputs.g) // rows
         before = self.states(cache) if cache is not None and cache.has_previous_state(self.layer_idx, 0) else None
         if real is not None:
@@ -165,8 +163,7 @@ class DeltaNet(nn.Module):
 
 
 def repeated(states: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Repeat the states (P, ...) of prompts, one row per completion. Gradients of a prompt's completions are summed in
-    a fixed order."""
+    """Repeat the states (P, ...) of prompts for each completion, whose gradients are summed in a fixed order."""
     rows = zip(states.split(1), counts, strict=True)
     return torch.cat([row.expand(count, *row.shape[1:]) for row, count in rows])
 

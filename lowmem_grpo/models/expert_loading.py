@@ -1,8 +1,7 @@
-"""Load a mixture of experts in NF4; transformers' own quantizer leaves experts in 16 bits, so ours is registered.
+"""A quantizer for transformers that loads a mixture of experts in NF4; transformers' own leaves experts in 16 bits.
 
 The experts of a layer are quantized one by one, and their 16-bit tensors are freed on the way. Scales are quantized
-once for all experts of a stack, so the result equals bitsandbytes' result for the whole stack as one matrix, bit for
-bit.
+once for all experts of a stack: the result equals bitsandbytes' for the whole stack as one matrix, bit for bit.
 """
 
 from typing import Any
@@ -78,16 +77,14 @@ class QuantizeExperts(ConversionOps):
 
     def convert(self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str],
                 **kwargs: Any) -> dict[str, Any]:
-        """Return {parameter name: stack in NF4} from the tensors of all experts."""
         name = kwargs["full_layer_name"]
         experts = kwargs["model"].get_submodule(name.removesuffix(".weight")).experts
         return {name: quantized_stack([input_dict[pattern] for pattern in source_patterns], experts)}
 
 
 def quantized_stack(parts: list[list[Tensor]], experts: int) -> Params4bit:
-    """Return the matrices of all experts as one stack in NF4. Each list in `parts` (such as the gates, or the up
-    projections) has one tensor (n, in) per expert. An expert's matrix is the concatenation of its tensors from all
-    lists. The lists are emptied on the way, to free memory."""
+    """Return the matrices of all experts as one stack in NF4. An expert's matrix is the concatenation of its tensors
+    (n, in) from all lists of `parts`, such as its gate and its up projection. The lists are emptied on the way."""
     first = torch.cat([part[0] for part in parts])
     size, (device, dtype, shape) = first.numel(), (first.device, first.dtype, first.shape)
     packed = torch.empty(experts * size // 2, dtype=torch.uint8, device=device)

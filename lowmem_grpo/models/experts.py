@@ -2,8 +2,7 @@
 
 It keeps transformers' router, frozen but not detached: gradients reach the hidden states through the gates. Gates are
 computed and renormalised in float32, and not rounded to 16 bits as in transformers, so that trainer and engines
-multiply by the same numbers. `RoutedBlock.chosen` selects the experts of each token; routes are recorded and replayed
-there.
+multiply by the same numbers. `RoutedBlock.chosen` is where routes are recorded and replayed.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +25,7 @@ BROUGHT = ("the model is a mixture of experts whose linear layers are in 4 bits,
 
 
 class ExpertStack(nn.Module):
-    """One kind of frozen matrix of all experts, stacked by rows: `weight` (E * out, in), plain or in NF4.
-    `weight` is a parameter, so code that searches a model for bitsandbytes' weights finds it."""
+    """One kind of frozen matrix of all experts, stacked by rows: `weight` (E * out, in), plain or in NF4."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -76,8 +74,7 @@ class RoutedBlock(nn.Module):
         return y.view(*hidden_states.shape[:-1], -1)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the expert ids (T, k) int64 of each row and the gate values (T, k) float32, which always come from the
-        current router, even if the ids are replayed."""
+        """Return expert ids (T, k) int64 and gate values (T, k) float32, the live router's even for replayed ids."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         probabilities = self.logits(rows).softmax(-1, dtype=wide)
         ids = self.chosen(probabilities)
@@ -85,11 +82,11 @@ class RoutedBlock(nn.Module):
         return ids, values / values.sum(-1, keepdim=True) if self.gate.norm_topk_prob else values
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the router's logits (T, E) in the dtype of `rows` (T, D), as other engines do."""
+        """Return the router's logits (T, E) in the dtype of `rows` (T, D), as sampling engines do."""
         return F.linear(rows, self.gate.weight)
 
     def chosen(self, probabilities: Tensor) -> Tensor:
-        """Return the expert ids (T, k) to use: the router's top k. If `choice` is set, return what it makes of them."""
+        """Return the router's top k expert ids (T, k), or the ids that `choice` returns for them."""
         ids = probabilities.detach().topk(self.gate.top_k, dim=-1).indices
         return ids if self.choice is None else self.choice(self.number, ids).to(ids.device, ids.dtype)
 
@@ -100,13 +97,11 @@ def routed_blocks(model: nn.Module) -> Iterator[RoutedBlock]:
 
 
 def expert_stacks(model: nn.Module) -> Iterator[ExpertStack]:
-    """Return an iterator over the expert stacks of all blocks."""
     return (module for module in model.modules() if isinstance(module, ExpertStack))
 
 
 def use_routed_blocks(model: Any) -> None:
-    """Replace transformers' blocks by ours if the model's family is in our table. Our blocks hold the same weights. If
-    the model is on the meta device, they stay there too."""
+    """Replace transformers' blocks by ours, with the same weights, for a family with experts in memory/families.py."""
     row, count = family_of(model.config), 0
     for path, module in list(model.named_modules()):
         if row is not None and row.experts is not None and type(module).__name__ == row.experts.kind:

@@ -2,10 +2,8 @@
 transformers that loads a model into them.
 
 transformers' FP8 layers have a wrong backward pass or none, and quantize activations too. Here the weight is decoded
-band by band in forward and backward, and multiplied in the compute dtype.
-
-A checkpoint in 16 bits is quantized tensor by tensor while it is read. An FP8 checkpoint is used as it is stored: a
-layer is in FP8 if its stored weight is, whatever the config says. Activations stay in 16 bits; their scales are unused.
+band by band in both passes, and multiplied in the compute dtype. A checkpoint in 16 bits is quantized tensor by tensor
+while it is read. In an FP8 checkpoint, layers stored in FP8 stay so, whatever the config says.
 """
 
 import logging
@@ -43,10 +41,8 @@ logger = logging.getLogger(__name__)
 
 class FP8Linear(nn.Linear):
     """A linear layer whose `weight` (out, in) uint8 holds e4m3 codes; `weight_scale` has one float32 per (h, w) block.
-
     `compute_dtype` is the dtype of matmuls; setting it changes no stored number. `module.to(dtype)` rounds the scales,
-    so the next product after it raises ValueError.
-    """
+    and the next product raises ValueError."""
 
     weight_scale: Tensor
     bias: nn.Parameter | None  # type: ignore[assignment]  # torch declares it as never None
@@ -62,8 +58,7 @@ class FP8Linear(nn.Linear):
 
     @property
     def frozen(self) -> FP8Weight:
-        """The weight in the form that the kernels take, which decode it to `compute_dtype`; ValueError if codes or
-        scales were cast to another dtype."""
+        """The weight as the kernels take it; ValueError if codes or scales were cast to another dtype."""
         return FP8Weight.from_codes(self.weight.detach(), self.weight_scale, self.block, self.compute_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,8 +88,7 @@ def stored_weight(codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: 
 
 
 def form_in_fp8(model: nn.Module) -> bool | str:
-    """Return the value of `load_in_fp8` that loads weights in this model's form: False without FP8 layers, "block" if
-    they have scales by block, otherwise True."""
+    """Return this model's `load_in_fp8`: False without FP8 layers, "block" with scales by block, otherwise True."""
     layer = next(fp8_linears(model), None)
     return layer is not None and ("block" if layer.block[0] > 1 else True)
 
@@ -133,7 +127,6 @@ class FP8Quantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """True: adapters on these layers get correct gradients."""
         return True
 
     def is_serializable(self) -> bool:
@@ -193,7 +186,6 @@ class Quantize(ConversionOps):
         self.block = None if block is None else (int(block[0]), int(block[1]))
 
     def convert(self, input_dict: dict[str, Any], *patterns: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the codes and scales, by name, of each weight in `input_dict`."""
         converted: dict[str, Any] = {}
         for name, tensor in input_dict.items():
             weight = fp8_quantize(tensor[0] if isinstance(tensor, list) else tensor, self.block)
@@ -215,9 +207,8 @@ def leave_out_activations(model: PreTrainedModel, heads: dict[str, Any]) -> None
 
 def stored_in_fp8(model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]], block: tuple[int, int] | None,
                   names: dict[str, str]) -> dict[str, tuple[int, int] | None]:
-    """Return {path: block} of the linear layers stored in FP8 (None: one scale per row or per weight). ValueError if a
-    weight lacks scales, scales lack a weight, a shape does not fit, or an FP8 tensor is not the weight of a decoder's
-    linear layer."""
+    """Return {path: block} of the linear layers stored in FP8 (None: one scale per row or per weight). ValueError if
+    weights, scales and model do not fit, or an FP8 tensor is not the weight of a decoder's linear layer."""
     check_pairs(heads)
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     own, blocks = model.state_dict(), {}
@@ -262,8 +253,8 @@ def scale_of(name: str, stored: Container[str]) -> str | None:
 
 def fitting_block(name: str, shape: tuple[int, int], scales: list[int],
                   block: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Return the block that shares a scale; None if a weight has one scale per row, or a single one. `shape` is the
-    weight's, and `scales` the shape of its scales. ValueError if the scales do not fit `shape` and `block`."""
+    """Return the block that shares a scale; None for one scale per row or per weight. ValueError if `scales`, the shape
+    of the scales, does not fit the weight's `shape` and `block`."""
     if scales in ([], [1], [1, 1], [shape[0]], [shape[0], 1]):
         return None
     if block is None or tuple(scales) != scales_shape(shape, (block[0], block[1])):
@@ -273,8 +264,7 @@ def fitting_block(name: str, shape: tuple[int, int], scales: list[int],
 
 
 def headers(files: Any, kind: str = "weights in FP8") -> Iterator[tuple[str, tuple[str, list[int]]]]:
-    """Yield (name, (safetensors' dtype, shape)) for every tensor of a checkpoint; ValueError for files in other
-    formats."""
+    """Yield (name, (safetensors' dtype, shape)) of each tensor of a checkpoint; ValueError for other formats."""
     for file in files or []:
         if Path(file).suffix != ".safetensors":
             raise ValueError(f"{Path(file).name} holds {kind}, and only safetensors files are read. {PLAIN_WAY}")

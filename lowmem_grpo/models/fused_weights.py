@@ -23,8 +23,7 @@ GROUPS = (SPLIT, GATE_UP, DELTA_IN)
 
 
 def fuse_weights(model: nn.Module) -> list[str]:
-    """Fuse the weights of each group of layers that share an input. Return the paths of the groups whose weights do not
-    match, each with the reason."""
+    """Fuse the weights of layers that share an input; return the paths of groups that do not match, with reasons."""
     left = []
     for path, modules in groups_of(model):
         try:
@@ -101,7 +100,6 @@ def joined_weights(weights: Sequence[FrozenWeight]) -> FrozenWeight | None:
 
 
 def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
-    """Return FP8 weights as one; None if their codes or scales are not adjacent in memory."""
     codes, scales = joined([weight.codes for weight in weights]), joined([weight.scales for weight in weights])
     try:
         return None if codes is None or scales is None else adjacent_fp8(weights, codes, scales)
@@ -110,7 +108,6 @@ def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
 
 
 def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
-    """Return 4-bit weights as one weight; None if they are not adjacent in memory."""
     first, columns = weights[0], weights[0].shape[1]
     parts: dict[str, Any] = {"packed": joined([weight.packed for weight in weights]),
                              "absmax": joined([weight.absmax for weight in weights])}
@@ -128,8 +125,8 @@ def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
 
 
 def joined_offsets(weights: Sequence[NF4Weight]) -> Tensor | None:
-    """Return the offsets of all weights as one view, with one offset per nested block; None if they are not adjacent
-    in memory. A weight's storage has a copy of its offset for each block, and `weight.offset` views the first."""
+    """Return the offsets of all weights as one view, one per nested block; None if they are not adjacent in memory.
+    Fused weights store a copy of their offset for each block, and `weight.offset` views the first."""
     counts = [0 if weight.nested_absmax is None else len(weight.nested_absmax) for weight in weights]
     offsets = [weight.offset.reshape(-1)[:1] for weight in weights if weight.offset is not None]
     first = offsets[0].detach()

@@ -5,12 +5,11 @@
 
 The backward pass of fused attention allocates float32 accumulators, and keys expanded to the number of query heads, for
 all heads of its inputs; here its inputs are one group at a time. Only q, k and v are saved, and each group's forward is
-recomputed, which costs one more forward pass of attention. Heads are independent, so the gradient is the same for any
-number of groups.
+recomputed. Heads are independent, so the gradient is the same for any number of groups.
 
-q, k and v themselves need not stay on the device while the layers after attention run backward: `without_waiting`
-recomputes them when attention's backward pass begins. A node before attention saves them (`HeldFunction`), so the
-recomputation stops there instead of running attention's forward pass as well.
+q, k and v need not stay on the device while the layers after attention run backward: `without_waiting` recomputes them
+when attention's backward pass begins. A node before attention saves them (`HeldFunction`), so the recomputation stops
+there instead of running attention's forward pass as well.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +39,7 @@ class HeldFunction(torch.autograd.Function):
 
 
 class HeadGroupsFunction(torch.autograd.Function):
-    """Apply `attend` by groups to query (S, H, Q, K), key and value (S, H_kv, L, K). Node `held` saves all three."""
+    """Applies `attend` by groups to query (S, H, Q, K), key and value (S, H_kv, L, K), which node `held` saves."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, held: Node, attend: Attend, groups: int) -> Tensor:
@@ -70,8 +69,8 @@ class HeadGroupsFunction(torch.autograd.Function):
 
 def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, groups: int) -> Tensor:
     """Return `attend(query, key, value)` (S, H, Q, K), whose backward pass takes the heads in `groups` parts, at most
-    one per key head. query is (S, H, Q, K), key and value (S, H_kv, L, K), head size K. `attend` must draw no random
-    numbers. A second derivative raises RuntimeError."""
+    one per key head. query is (S, H, Q, K), key and value (S, H_kv, L, K). `attend` must draw no random numbers. A
+    second derivative raises RuntimeError."""
     heads = HeldFunction.apply(query, key, value)
     held = next(part.grad_fn for part in heads if part.requires_grad)
     result: Tensor = HeadGroupsFunction.apply(*heads, held, attend, groups)
@@ -79,7 +78,7 @@ def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, gr
 
 
 def without_waiting(module: nn.Module, compute: Callable[..., Any], *inputs: Any) -> Any:
-    """Return `compute(*inputs)`, checkpointed. It saves only `inputs`, and random states if `module` has dropout."""
+    """Return `compute(*inputs)`, checkpointed. Saved are only `inputs`, and random states if `module` has dropout."""
     drops = module.training and any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.modules())
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=drops)
 

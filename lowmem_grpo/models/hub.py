@@ -44,8 +44,7 @@ def full_name(repo: str, token: str | None = None, api: Any = None) -> str:
 
 
 def push(folder: Path, repo: str, private: bool = True, api: Any = None, message: str | None = None) -> str:
-    """Create the repository if it does not exist, upload the folder and return the commit's URL. HubError if the hub
-    refuses."""
+    """Create the repository if needed, upload the folder, return the commit's URL; HubError if the hub refuses."""
     check_repo(repo)
     api = api or client()
     try:
@@ -59,8 +58,7 @@ def push(folder: Path, repo: str, private: bool = True, api: Any = None, message
 
 
 def model_folder(path: str, revision: str | None = None) -> Path:
-    """Return a folder with a model's files: `path` if it is a folder, otherwise the snapshot of the hub's model of that
-    name, from the cache or downloaded. OSError if there is no such model."""
+    """Return a model's folder: `path`, or the hub's snapshot, cached or downloaded. OSError if there is none."""
     if Path(path).is_dir():
         return Path(path)
     find_model(path, revision)
@@ -76,9 +74,8 @@ def find_model(
     name: str, revision: str | None = None, token: str | None = None, cache_dir: str | None = None,
     local_files_only: bool = False, weights: bool = True,
 ) -> None:
-    """Raise a one-line OSError if a model is neither in the cache nor available from the hub. With `weights`, its
-    weights are needed, otherwise only its config. The hub is not asked about a cached model. Without a network, the
-    libraries would retry for half a minute and print twenty lines."""
+    """Raise a one-line OSError if the hub lacks or refuses a model, or gives no answer in time. The hub is not asked
+    about a model whose config, and weights if `weights`, are in the cache."""
     try:
         if is_cached(name, revision, cache_dir, weights):
             return
@@ -110,7 +107,6 @@ def is_cached(name: str, revision: str | None, cache_dir: str | None, weights: b
 
 
 def dataset_cache() -> Path:
-    """Return the cache folder of the `datasets` library."""
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
 
 
@@ -125,8 +121,8 @@ def is_loaded_before(dataset: str) -> bool:
 
 @cache  # an exception is not cached: the next call asks again
 def find_dataset(name: str, api: Any = None) -> None:
-    """Raise ValueError if the hub lacks the dataset, OSError if it refuses or does not answer within `patience`
-    seconds. The hub is not asked about a cached dataset."""
+    """Raise ValueError if the hub lacks the dataset, OSError if the hub refuses it or gives no answer in time. The hub
+    is not asked about a cached dataset."""
     if is_loaded_before(name):
         return
     api = api or huggingface_hub.HfApi()
@@ -148,8 +144,7 @@ class NoAnswerError(Exception):
 
 def answer(ask: Callable[[], Any]) -> None:
     """Ask the hub once. Re-raise the hub's HTTP and validation errors; NoAnswerError if no answer comes in time. A
-    client's timeout starts anew for each address of the hub and does not cover the DNS look-up, so the time is limited
-    outside the client."""
+    thread limits the time: a client's timeout starts anew for each address and does not cover the DNS look-up."""
     answers: SimpleQueue[Exception | None] = SimpleQueue()
 
     def work() -> None:

@@ -1,8 +1,7 @@
 """MLPs, norms and attention of known model families on our kernels, with the same parameters under the same names.
 
 Each of our modules replaces transformers' own and has the same children; unknown modules stay. Attention computes q, k
-and v in one autograd node and RoPE in one launch; its attention function is the one that the config names in
-transformers' registry.
+and v in one autograd node and RoPE in one launch.
 """
 
 from collections.abc import Callable
@@ -57,8 +56,7 @@ class LeanAttention(nn.Module):
 
     def attended(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, attention_mask: Tensor | None,
                  past_key_values: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Return the two outputs of the attention function: the result (B, T, H, K), and its attention weights if it
-        has any."""
+        """Return the attention function's two outputs: the result (B, T, H, K), and attention weights or None."""
         q, k, v = self.heads(hidden_states)
         if not self.form.turns or getattr(self, self.form.turns):
             q, k = TURNS[self.form.position](q, k, cos.detach(), sin.detach())
@@ -110,8 +108,7 @@ def take_place(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def turn_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """Apply RoPE to (B, T, H, K), rotating neighbouring pairs. cos and sin (B, T, R) hold each angle twice, and are all
-    that is saved for backward."""
+    """Apply RoPE to q and k (B, T, H, K), on neighbouring pairs. cos and sin (B, T, R) hold each angle twice."""
     half = cos.shape[-1] // 2
     c, s = cos[:, :, None, :half], sin[:, :, None, :half]
 
@@ -127,8 +124,7 @@ TURNS: dict[str, Callable[..., tuple[Tensor, ...]]] = {"half": partial(rope, hea
 
 
 def attention_function(config: Any) -> Any:
-    """Return the attention function that the model's config names in transformers' registry; ValueError if it is not
-    registered."""
+    """Return the attention function that the config names in transformers' registry; ValueError without it."""
     name, registry = config._attn_implementation, AttentionInterface()
     if name not in registry:
         raise ValueError(f"attn_implementation is {name!r}, which transformers' registry of attention functions does "
@@ -166,8 +162,7 @@ class LeanMLP(nn.Module):
 
 
 class LeanRMSNorm(nn.Module):
-    """The norm x / rms(x) * (offset + weight), with the weight of transformers' module. It saves only x for backward.
-    """
+    """The norm x / rms(x) * (offset + weight), with the weight of transformers' module."""
 
     def __init__(self, weight: nn.Parameter, eps: float, form: Norm) -> None:
         super().__init__()
@@ -196,8 +191,7 @@ def make_lean(model: Any, tile_rows: int | None) -> None:
 
 
 def check_tile(mlp_tile: int | None, checkpointing: bool | str) -> int | None:
-    """Return the tokens in a tile of the MLP; None for no tiles. ValueError for a tile below 1 or without
-    checkpointing."""
+    """Return the MLP's tokens per tile, None for no tiles. ValueError for a tile below 1 or without checkpointing."""
     if mlp_tile is None:
         return MLP_TILE if checkpointing else None
     if mlp_tile < 1:

@@ -60,8 +60,7 @@ class KernelLinear4bit(OneNode, Linear4bit):
 
 
 class JoinedWeights:
-    """A cache of the frozen weights of layers that share an input, in the form that the kernels take. Adjacent
-    quantized weights are joined. The cache is valid as long as the layers hold the same tensors."""
+    """A cache of the weights of layers that share an input, joined if they are quantized and adjacent."""
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
@@ -104,8 +103,8 @@ def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequen
 
 
 def loras_of(x: Tensor, layers: Sequence[Any], owner: object) -> list[LoRA | None] | None:
-    """Return the active LoRA pair of each layer; None if our kernel does not cover all of them for x. During
-    sampling the result is cached per `owner`, because finding it takes as long as a small matrix product."""
+    """Return each layer's active LoRA pair; None if our kernel does not cover all layers for x. During sampling the
+    result is cached by `owner`, because finding the pairs takes as long as a small matrix product."""
     if KEPT.get() is None:
         return found_loras(x, layers)
     lora = next((layer for layer in layers if isinstance(layer, OneNode)), None)
@@ -116,7 +115,6 @@ def loras_of(x: Tensor, layers: Sequence[Any], owner: object) -> list[LoRA | Non
 
 
 def found_loras(x: Tensor, layers: Sequence[Any]) -> list[LoRA | None] | None:
-    """Return the result of `loras_of` without its cache."""
     return [active_lora(layer) for layer in layers] if all(computes(layer, x) for layer in layers) else None
 
 
@@ -155,8 +153,7 @@ def is_plain(layer: Any) -> bool:
 
 
 def adapter_state(model: nn.Module) -> tuple[object, ...]:
-    """Return the adapter settings on which passes without gradient depend: per layer, the active and merged adapters
-    and their scales."""
+    """Return each LoRA layer's active and merged adapters and scales, on which passes without gradient depend."""
     return tuple((layer.disable_adapters, *layer.merged_adapters, "active", *layer.active_adapters,
                   *layer.scaling.items()) for layer in model.modules() if isinstance(layer, LoraLayer))
 

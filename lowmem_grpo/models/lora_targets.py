@@ -50,8 +50,7 @@ class Scope:
             raise ValueError(f"finetune_last_n_layers is {self.finetune_last_n_layers}; it must be at least 1, or None")
 
     def layers(self, count: int) -> range | list[int]:
-        """Return the indices of the trained layers of a model with `count` layers. ValueError for an index that it
-        lacks."""
+        """Return the indices of the trained layers among `count`; ValueError for an index that does not exist."""
         if self.finetune_last_n_layers is not None:
             return range(max(0, count - self.finetune_last_n_layers), count)
         asked = self.layers_to_transform
@@ -66,9 +65,8 @@ class Scope:
 
 
 def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude: Targets = None) -> list[str] | str:
-    """Return `target_modules` for PEFT: module names, "all-linear" or a pattern. If PEFT cannot express the
-    scope with these, return the full paths of the layers. ValueError for unknown names, and if nothing is left to
-    train."""
+    """Return `target_modules` for PEFT: module names, "all-linear" or a pattern, or paths of layers if these cannot
+    express the scope. ValueError for unknown names, or if nothing is left to train."""
     if targets is not None and not targets:
         raise ValueError(f"target_modules is {targets!r}, which names nothing to train: name layers, such as "
                          '["q_proj", "v_proj"], or take "all-linear"')
@@ -178,7 +176,6 @@ def usual_targets(model: PreTrainedModel) -> list[str] | str:
 
 
 def names_of(model: PreTrainedModel) -> set[str]:
-    """Return the set of the last parts of all module paths."""
     return {name.rpartition(".")[2] for name, _ in model.named_modules() if name}
 
 

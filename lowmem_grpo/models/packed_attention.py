@@ -65,9 +65,8 @@ class PackedLayout:
 
 
 class FirstKeys(UserDict):
-    """Keys and values that some layers share with later ones, by layer type. Only a type's first pair is stored, which
-    comes from the forward pass. When layers are recomputed in backward, they set their pairs again; storing those would
-    keep most recomputed tensors on the device."""
+    """Keys and values that some layers share with later ones, by layer type. Only a type's first pair is stored:
+    storing the pairs of layers that are recomputed in backward would keep most recomputed tensors on the device."""
 
     def __setitem__(self, kind: str, keys_and_values: Any) -> None:
         if kind not in self:
@@ -180,8 +179,7 @@ def each_prompt_once(query: Tensor, key: Tensor, value: Tensor, prompts: Sequenc
 
 
 def tokens_split(heads: Tensor, sizes: int | Sequence[int]) -> Sequence[Tensor]:
-    """Split (S, H, T, K) along T, so that the backward pass concatenates gradients in the stored layout (S, T, H, K).
-    """
+    """Split (S, H, T, K) along T so that gradients are concatenated in the stored layout (S, T, H, K)."""
     pieces = heads.transpose(1, 2).split(sizes if isinstance(sizes, int) else list(sizes), 1)
     return [piece.transpose(1, 2) for piece in pieces]
 
@@ -192,8 +190,7 @@ def tokens_cat(heads: Sequence[Tensor]) -> Tensor:
 
 
 class PartsFunction(torch.autograd.Function):
-    """Returns views of (S, H, T, K) along T, which may overlap. Their gradients are summed in float32, in a fixed
-    order."""
+    """Returns views of (S, H, T, K) along T. Where views overlap, gradients are summed in order, in float32."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
@@ -224,8 +221,7 @@ def parts(whole: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, ...]:
 
 
 def lower_right(queries: int, keys: int, like: Tensor) -> Tensor:
-    """Return the causal mask of the last Q of L tokens: a (Q, L) tensor on the CPU; on a GPU a `CausalBias`, for which
-    the fused kernels need no tensor."""
+    """Return the causal mask of the last Q of L tokens: (Q, L) on the CPU, a `CausalBias` without tensor on a GPU."""
     if like.device.type == "cuda":
         return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
@@ -247,9 +243,8 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
-    """Return whether torch's fused attention accepts fewer key heads than query heads. The flash kernel does; on a GPU
-    it needs sm_80, 16 bits and no mask. The memory-efficient kernel does not, and torch would compute the (T, T)
-    scores."""
+    """Return whether torch's fused attention accepts fewer key heads than query heads. On a GPU only the flash kernel
+    does, which needs sm_80, 16 bits and no mask; without it torch would compute the (T, T) scores."""
     if device.type != "cuda":
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0) and dtype != torch.float32 and not masked

@@ -2,15 +2,14 @@
 
 The completions of one prompt share its packed tokens: a group of G takes P - 1 + G C tokens instead of G (P - 1 + C).
 The shared part ends before the prompt's last token: that token predicts the first one of each completion, so each
-completion begins with it. Attention finds a sequence's tokens through `sources`, and so needs no mask.
+completion begins with it. Attention finds a sequence's tokens through `sources`.
 
 A completion is one sequence, or several for an episode whose history was rewritten. A sequence ends with the last token
 that the policy sampled; earlier tokens from other sources are packed but not trained. If several sequences of a group
 have the same prompt, they share all of it. Other sequences share the group's prompt if theirs begins with it.
 
-`Packer` starts again with smaller micro-batches if memory runs out. The gradient equals that of a run with these
-smaller ones from the start: bit for bit on the CPU, up to rounding on a GPU, where fused attention has no fixed
-summation order.
+If memory runs out, `Packer` starts again with smaller micro-batches. The gradient is that of a run with these from the
+start: bit for bit on the CPU, up to rounding on a GPU.
 """
 
 from collections import Counter
@@ -71,8 +70,7 @@ class Sequence:
         return self.start + torch.tensor(self.drawn).nonzero()[:, 0]
 
     def values(self, field: str) -> Tensor:
-        """Return a field of the rollout at each of `ids`, in float32. A number is repeated; a field (C,) is 0 at tokens
-        of the prompt."""
+        """Return the rollout's field at each of `ids`, in float32. A field (C,) is 0 at tokens of the prompt."""
         value = torch.as_tensor(getattr(self.rollout, field), dtype=torch.float32)
         if value.ndim == 0:
             return value.expand(len(self.lead) + self.end - self.start)
@@ -89,7 +87,7 @@ def sequences_of(group: RolloutGroup, rollouts: list[Rollout]) -> list[list[Sequ
 
 
 def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> list[Sequence]:
-    """Return the sequences of a rollout, each up to its last trained token. Without such a token it is empty."""
+    """Return the sequences of a rollout, each up to its last trained token, and empty without one."""
     splits, sequences = [Split(0), *rollout.splits], []
     ends = [*(later.start for later in rollout.splits), len(rollout.completion_ids)]
     routed = routes_of(rollout, group.prompt_ids) if rollout.has_routes else [None] * len(splits)
@@ -103,8 +101,7 @@ def cut_at_splits(group: RolloutGroup, rollout: Rollout, repeated: set[Ids]) -> 
 
 def shared(prompt: list[int] | None, of_group: list[int],
            repeated: set[Ids]) -> tuple[list[int], list[int], Ids | None]:
-    """Return the part of a sequence's prompt that others share, the rest of the prompt, and the key of the shared part.
-    The key None stands for the group's prompt."""
+    """Return a sequence's shared prompt, the rest of its prompt, and the shared one's key (None: the group's)."""
     if prompt is None or prompt == of_group:
         return of_group, [], None
     if tuple(prompt) not in repeated and prompt[: len(of_group)] == of_group:
@@ -115,8 +112,8 @@ def shared(prompt: list[int] | None, of_group: list[int],
 def pack(groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequences: int | None = None,
          spread: float = SPREAD) -> list[MicroBatch]:
     """Pack every completion, group by group, longest first, into micro-batches. A micro-batch has at most `max_tokens`
-    packed tokens and `max_sequences` completions. With the tokens that attention pads or copies, it has at most
-    `spread * max_tokens` tokens. A completion above a limit gets its own micro-batch."""
+    packed tokens, `max_sequences` completions, and `spread * max_tokens` tokens with those that attention pads or
+    copies. A completion above a limit gets its own micro-batch."""
     whole = list(groups)
     spans = [
         [Span(number, place, tuple(sequence.lengths for sequence in sequences))
@@ -226,7 +223,7 @@ def find_sources(packed: list[Piece], width: int) -> Tensor:
 
 
 def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
-    """Return the index of each trained token among all completions' tokens, (N,); None if all are trained, in order."""
+    """Return each trained token's index (N,) among all completions' tokens; None if all are trained, none split."""
     if all(rollout.trained is None and not rollout.splits for rollout in rollouts):
         return None
     starts = [0, *torch.tensor([len(rollout.completion_ids) for rollout in rollouts]).cumsum(0).tolist()]
@@ -234,7 +231,7 @@ def find_homes(packed: list[Piece], rollouts: list[Rollout]) -> Tensor | None:
 
 
 def prompt_lengths(packed: list[Piece]) -> list[tuple[int, ...]]:
-    """Return a tuple for each prompt: its number of packed tokens, then the number of each sequence that shares it."""
+    """Return, for each prompt, its number of packed tokens, then that of each sequence that shares the prompt."""
     families: list[list[int]] = []
     for piece in packed:
         if piece.sequence is None:
@@ -244,7 +241,7 @@ def prompt_lengths(packed: list[Piece]) -> list[tuple[int, ...]]:
 
 
 def count_copies(prompts: list[tuple[int, ...]]) -> Tensor:
-    """Return (T,) the number of sequences that share each packed token; all sequences of a prompt share its tokens."""
+    """Return the number of sequences that share each packed token, (T,)."""
     counts = [count for own, *others in prompts for count in (len(others), *[1] * len(others))]
     return torch.tensor(counts).repeat_interleave(torch.tensor([length for lengths in prompts for length in lengths]))
 
@@ -277,11 +274,9 @@ class Packer:
 
     def run(self, what: str, groups: list[RolloutGroup], limits: Limits, work: Callable[[Iterator[MicroBatch]], T],
             undo: Callable[[], None] | None = None, again: Callable[[], None] | None = None) -> T:
-        """Return the result of `work` for all micro-batches of the groups; `what` names the work in messages.
-
-        If memory runs out, `undo` reverts the attempt, the limit is lowered, `again` prepares the next attempt, and
-        everything is packed anew. Raises MemoryExhaustedError if each micro-batch is already a single completion.
-        """
+        """Return the result of `work` for all micro-batches of the groups; `what` names the work in messages. If memory
+        runs out, `undo` reverts the attempt, the limit is lowered, `again` prepares the next attempt, and everything is
+        packed anew. MemoryExhaustedError if each micro-batch is already a single completion."""
         while True:
             tokens = self.bound.under(limits.tokens)
             batches = pack(groups, tokens, limits.sequences, limits.spread)
@@ -294,7 +289,7 @@ class Packer:
                 again()
 
     def moved(self, batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches on the device, and set `size` to the size of the one that is being worked on."""
+        """Yield the micro-batches on the device, and set `size` to the tokens of the current one."""
         for batch in batches:
             self.size = len(batch.input_ids)
             yield batch.to(self.device)

@@ -56,14 +56,12 @@ class OutputHead:
         return LogitShape(scale=self.logit_scale, softcap=self.softcap).apply_(rows, self.bias)
 
     def logits_of(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        """Return the logits (E,) of `tokens` (E,) at rows `places` (E,) of `hidden` (N, D), block by block; they are
-        recomputed in backward."""
+        """Return the logits (E,) of `tokens` (E,) at rows `places` (E,) of `hidden` (N, D); recomputed in backward."""
         blocks = zip(places.split(HEAD_ROWS), tokens.split(HEAD_ROWS), strict=True)
         return torch.cat([checkpoint(self.block_logits, hidden, *block, use_reentrant=False, preserve_rng_state=False)
                           for block in blocks])
 
     def block_logits(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        """Return one block of the logits of `logits_of`, in float32, or in float64 for float64 inputs."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logits = (hidden[places].to(wide) * self.weight[tokens].to(wide)).sum(-1)
         if self.bias is not None:
@@ -84,8 +82,7 @@ def logit_shape(config: Any) -> dict[str, Any]:
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
-    """Put the model in train or evaluation mode. Modules are checked first, and set only if one has the other mode,
-    because a check is faster."""
+    """Put the model in train or evaluation mode, unless all modules are in it: a check is faster than setting."""
     if any(module.training != training for module in model.modules()):
         model.train(training)
 
@@ -103,10 +100,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 class Policy:
     """A causal language model with a frozen head (under PEFT, or bare) that computes on packed micro-batches.
-
     `autocast_dtype` is the dtype of mixed precision; None computes in the model's own dtype. `logits_chunk` is the
-    number of tokens whose logits are in memory at a time; None chooses it by the device's memory.
-    """
+    number of tokens whose logits are in memory at a time; None chooses it by the device's memory."""
 
     def __init__(self, model: PeftModel | PreTrainedModel, autocast_dtype: torch.dtype | None = None,
                  logits_chunk: int | None = None) -> None:
@@ -206,8 +201,7 @@ class Policy:
             )
 
     def logprobs(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Return (logprobs (N,), entropy (N,)) of the batch's N trained tokens; the entropy has a gradient if
-        `entropy_grad`."""
+        """Return logprobs (N,) and entropy (N,) of the trained tokens; `entropy_grad` gives the entropy a gradient."""
         return self.at_head(*self.at_trained(batch), temperature, entropy_grad)[:2]
 
     def at_trained(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -230,9 +224,6 @@ class Policy:
         """Return log p (E,) of `tokens` (E,) int64 at `places` (E,) int64, indices into a batch's N trained tokens:
 
             log p(k) = log p(0) + z(k) - z(0)        0: the target at the place; z: logits
-
-        This takes one pass of `logprobs` and one row of the head per token, not all logits. Gradients reach the hidden
-        states.
         """
         hidden, targets = self.at_trained(batch)
         everywhere = torch.arange(len(targets), device=targets.device)
@@ -258,8 +249,8 @@ class Policy:
         return {name: factor.detach() for name, factor in self.model.named_parameters() if factor.requires_grad}
 
     def keep_reference(self, moves: bool = False) -> None:
-        """Copy the current adapter to the host as the reference. If it is untrained and `moves` is False (the reference
-        never changes), the base model is the reference and nothing is copied."""
+        """Copy the current adapter to the host as the reference. If the adapter is untrained and the reference never
+        `moves`, the base model is the reference and nothing is copied."""
         own = self.live_adapter() if moves or self.is_trained() else {}
         self.reference_adapter = {name: factor.to("cpu", copy=True) for name, factor in own.items()}
 
@@ -275,8 +266,7 @@ class Policy:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Make the model the reference of the KL term within this context: with the kept adapter and no dropout, or
-        with the adapter disabled."""
+        """Turn the model into the KL term's reference in this context: with the kept adapter, or without any."""
         if not self.reference_adapter:
             with self.base_model():
                 yield

@@ -1,7 +1,7 @@
 """Load a stored model, its weights in 16 bits, in FP8 or in 4-bit NF4, and its tokenizer.
 
 transformers reads a tensor, quantizes it and frees it before the next one, so a 70B checkpoint needs memory for its
-quantized size and one tensor, on host and device. (Files are mapped, so the system may drop their pages at any time.)
+quantized size and one tensor, on host and device.
 """
 
 import logging
@@ -102,8 +102,7 @@ class Pretrained:
         return with_ids(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options))
 
     def form(self, asked: str) -> str:
-        """Return the form in which weights are held: a quantized checkpoint's own, or else `asked`. ValueError for a
-        stored form that is not supported."""
+        """Return the form of the weights: a quantized checkpoint's own, else `asked`; ValueError if unsupported."""
         return stored_form(self.config(), self.name) or asked
 
     @contextmanager
@@ -126,8 +125,7 @@ class Pretrained:
 
 
 def read_model(path: str, config: Any, names: dict[str, str], **options: Any) -> Any:
-    """Return the causal language model stored at `path`, or the text model of a multimodal checkpoint. Of that
-    checkpoint's other tensors only the number is logged; transformers would list each as unexpected. ValueError if a
+    """Return the causal language model stored at `path`, or the text model of a multimodal checkpoint. ValueError if a
     tensor of the text model is missing."""
     if not names:
         return AutoModelForCausalLM.from_pretrained(path, config=config, trust_remote_code=False, **options)
@@ -162,7 +160,6 @@ def tokenizer_beside(adapter: Path) -> Any:
 
 
 def generation_of(path: str | Path) -> Any:
-    """Return the generation config stored in a folder; None if there is none."""
     return GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").is_file() else None
 
 
@@ -182,7 +179,7 @@ def check_experts(config: Any, stored: str | None, form: str, name: str) -> None
 
 
 def check_turns(config: Any, tokenizer: Any, name: str) -> None:
-    """Raise ValueError if the chat template writes turn markers of the family that are not in the vocabulary."""
+    """Raise ValueError if the chat template writes the family's turn markers, and the vocabulary lacks them."""
     row, template = family_of(config), str(getattr(tokenizer, "chat_template", None) or "")
     known = tokenizer.get_vocab() if row is not None and template else {}
     lacking = [token for token in (row.turns if row is not None else ()) if token in template and token not in known]
@@ -214,15 +211,13 @@ def say_stored(name: str, stored: str, form: str) -> None:
 
 
 def nf4(dtype: torch.dtype, kind: type[BitsAndBytesConfig] = BitsAndBytesConfig) -> BitsAndBytesConfig:
-    """Return the config of 4-bit NF4 with double quantization, computing in `dtype`. `kind` is the config's class, for
-    linear layers only or also for experts."""
+    """Return the config, of class `kind`, of 4-bit NF4 with double quantization, computing in `dtype`."""
     return kind(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 
 
 def linears_in_4bit(model: nn.Module) -> Iterator[Any]:
-    """Return an iterator over the modules with 4-bit weights of bitsandbytes."""
     return (module for module in model.modules() if getattr(getattr(module, "weight", None), "quant_state", None))
 
 
@@ -251,7 +246,7 @@ def fix_frequencies(model: nn.Module, context: int) -> None:
 
     LongRoPE (Phi-3.5, Phi-4-mini; arXiv 2402.13753, section 3.2) has other factors beyond the length of pretraining.
     transformers chooses by the longest position of a *forward pass*, so one long text in a micro-batch would change all
-    short ones. vLLM chooses once, by `max_model_len`; we do so by `max_seq_length`, which CUDA graphs need too.
+    short ones. `context` decides once, as `max_model_len` does in vLLM, and as CUDA graphs need.
     """
     for rotary, layer_type, kind in by_length(model):
         of_layer: Any = rotary

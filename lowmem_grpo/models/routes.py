@@ -28,7 +28,6 @@ NAMES = {torch.uint8: "uint8", torch.int16: "int16"}
 
 
 def dtype_of(experts: int) -> torch.dtype:
-    """Return the smallest integer dtype for the ids of this many experts."""
     return torch.uint8 if experts <= SMALL else torch.int16
 
 
@@ -57,8 +56,7 @@ class Routes:
         return Routes(tuple(kept))
 
     def then(self, more: "Routes") -> "Routes":
-        """Return these routes, followed by the part of `more` beyond their end; both begin at the same token. The added
-        part is copied, so that the rest of `more` can be freed."""
+        """Return these routes and a copy of what `more` has beyond their end; both begin at the same token."""
         return Routes((*self.parts, *(part.clone() for part in more.cut(len(self)).parts)))
 
     def packed(self) -> dict[str, Any]:
@@ -75,7 +73,7 @@ class Routes:
 
 
 def one_prompt(rollouts: list[Rollout], prompt: list[int]) -> list[Rollout]:
-    """Return the rollouts. If the prompt's routes in a rollout equal those in the first one, both share the memory."""
+    """Return the rollouts. Where the prompt's routes equal those of the first rollout, they share its memory."""
     first = rollouts[0].routes
     for rollout in rollouts if first is not None else []:
         known, own = first.cut(0, len(prompt)), rollout.routes.cut(0, len(prompt))
@@ -85,12 +83,8 @@ def one_prompt(rollouts: list[Rollout], prompt: list[int]) -> list[Rollout]:
 
 
 def routes_of(rollout: Rollout, prompt: list[int]) -> list[Routes | None]:
-    """Return, for each sequence of a rollout, the routes of its first tokens, prompt included. For a sequence without
-    routes, the entry is None. `prompt` is the group's.
-
-    In an episode, each turn has routes for all tokens in the engine's context. A token keeps the routes of the turn in
-    which it first appeared, which sampling used.
-    """
+    """Return, for each sequence of a rollout, the routes of its first tokens, prompt included, or None. `prompt` is the
+    group's. In an episode, a token keeps the routes of the turn in which it first appeared."""
     routes: list[Routes | None] = [rollout.routes, *[None] * len(rollout.splits)]
     for turn, number in of_sequences(rollout, prompt):
         if turn.routes is not None:
@@ -108,8 +102,8 @@ def give_routes(rollout: Rollout, prompt: list[int], routes: Sequence[Routes | N
 
 
 def of_sequences(rollout: Rollout, prompt: list[int]) -> Iterator[tuple[Turn, int]]:
-    """Yield the turns of an episode, each with the index of its sequence. Turns whose prompt in the engine differs from
-    the trained tokens before them are left out."""
+    """Yield the turns of an episode, each with the index of its sequence, but no turn whose prompt in the engine
+    differs from the trained tokens before it."""
     splits, ids = [Split(0), *rollout.splits], rollout.completion_ids
     starts = [split.start for split in splits]
     trained = rollout.trained or [True] * len(ids)
@@ -134,9 +128,8 @@ def say_unrouted(rollouts: Sequence[Rollout]) -> bool:
 
 
 def packed_routes(pieces: Sequence[tuple[Routes | None, int, int]]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the routes (T, layers, k) of packed tokens and a mask (T,) bool of the tokens that have routes, None if
-    all have. A piece is (routes of its sequence, first position, number of tokens). Without any routes, return (None,
-    None)."""
+    """Return the routes (T, layers, k) of packed tokens and a mask (T,) bool of the tokens that have routes (None if
+    all do), or (None, None) without routes. A piece is (routes of its sequence, first position, number of tokens)."""
     cuts = [None if routes is None else routes.cut(start, start + count) for routes, start, count in pieces]
     like = next((part for cut in cuts if cut is not None for part in cut.parts), None)
     if like is None:
@@ -152,8 +145,8 @@ def packed_routes(pieces: Sequence[tuple[Routes | None, int, int]]) -> tuple[Ten
 
 
 class RouteRecorder:
-    """A recorder of each router's choice. A forward pass calls `chosen` for the `layer`th layer with experts, with the
-    live router's ids `live` (T, k), and uses the returned ids (T, k) int64. `Replay` is called in the same way."""
+    """A recorder of each router's choice. A forward pass calls `chosen` for each layer with experts, with the live
+    router's ids (T, k), and uses the ids (T, k) int64 that it returns. `Replay` is called in the same way."""
 
     def __init__(self, experts: int) -> None:
         self.dtype = dtype_of(experts)
@@ -207,8 +200,7 @@ def replay_of(batch: MicroBatch, config: Any, layers: int) -> Replay | None:
 
 
 def follow_routes(model: Any) -> tuple[int, ...]:
-    """Hook a model's decoder layers so that they pass `routes` to their experts; return the indices of the layers with
-    experts. Hooking a model twice has no further effect."""
+    """Hook a model's decoder layers to pass `routes` to their experts; return the indices of layers with experts."""
     layers = []
     for path, block in list(model.named_modules()):
         if isinstance(block, RoutedBlock):
@@ -222,7 +214,6 @@ def follow_routes(model: Any) -> tuple[int, ...]:
 
 
 def live(layer: int, ids: Tensor) -> Tensor:
-    """Return the router's own ids."""
     return ids
 
 

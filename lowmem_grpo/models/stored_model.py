@@ -1,10 +1,8 @@
 """Find a stored model by its name, a folder or a name on the hub, and read from its config the form of its weights: 16
 or 32 bits, NF4, FP8, or an unsupported one.
 
-From a multimodal checkpoint only the text model is loaded, by transformers' class for it. So the other parts take no
-memory, and the rest of the package sees a model like any other of its family.
-
-No torch is imported here, so that a wrong name or an unsupported checkpoint is refused at once.
+From a multimodal checkpoint only the text model is loaded, by transformers' class for it. No torch is imported here, so
+that a wrong name or an unsupported checkpoint is refused at once.
 """
 
 import copy
@@ -35,8 +33,8 @@ LABELS = {  # transformers' quant_method, or a format of compressed-tensors -> i
 
 
 def resolve(model_name: str) -> str:
-    """Return the folder of a model that this package ships (EMBEDDED), or of a model at a path. Any other name is one
-    on the hub, and is returned unchanged. OSError for a path without a model."""
+    """Return the folder of a model that ships with the package (EMBEDDED), or of a model at a path; a name on the hub
+    is returned unchanged. OSError for a path without a model."""
     if model_name in EMBEDDED:
         return str(files("lowmem_grpo") / "assets" / model_name)
     looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1
@@ -56,8 +54,7 @@ def public_name(model_name: str) -> str:
 
 
 def find(model_name: str, **options: Any) -> str:
-    """Resolve a name, and raise OSError within seconds if it is neither in the hub's cache nor on the hub. `options`
-    are passed to `hub.find_model`."""
+    """Resolve a name; OSError within seconds if the model is neither in the hub's cache nor on the hub."""
     path = resolve(model_name)
     if not Path(path).is_dir():
         from lowmem_grpo.models.hub import (
@@ -107,8 +104,7 @@ def refuse_longer(max_seq_length: int | None, longest: int | None) -> None:
 
 
 def stored_form(config: Any, name: str) -> str | None:
-    """Return NF4 or FP8, the form in which a config says weights are stored; None for 16 or 32 bits. ValueError for any
-    other form."""
+    """Return NF4 or FP8, if a config says that weights are stored so, or None for 16 or 32 bits; else ValueError."""
     quantization = quantization_of(config)
     if quantization is None:
         return None
@@ -127,8 +123,7 @@ def stored_form(config: Any, name: str) -> str | None:
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """Return the quantization_config of a model's config (transformers' object, or the fields of config.json) or of its
-    text part; None if there is none."""
+    """Return the quantization_config of a config (an object, or config.json's fields) or its text part, or None."""
     if isinstance(config, Mapping):
         parts = [fields.get("quantization_config") for fields in (config, config.get("text_config") or {})]
     else:

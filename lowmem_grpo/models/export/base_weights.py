@@ -1,8 +1,7 @@
 """The frozen weights that are merged with an adapter, read one tensor at a time, by rows.
 
-`stored_weights` reads a checkpoint's safetensors files without loading the model. A weight that was held in 4 bit or
-FP8 in training is first quantized as in the loader, because the adapter was trained on the quantized values.
-`live_weights` reads a loaded model, in any layout of its weights.
+`stored_weights` reads a checkpoint's safetensors files without loading the model. Weights that were in 4 bit or FP8 in
+training are first quantized as in the loader, because the adapter was trained on the quantized values.
 """
 
 import json
@@ -81,8 +80,7 @@ def plain_rows(tensor: Any, dtype: torch.dtype | None, device: torch.device | st
 
 
 def live_weights(model: Any) -> list[Weight]:
-    """Return every parameter and saved buffer of a plain or PEFT model. LoRA parameters are left out; tied parameters
-    appear once."""
+    """Return all parameters and saved buffers of a plain or PEFT model, except LoRA's; tied parameters appear once."""
     weights: list[Weight] = []
     buffers = ((f"{path}.{name}", buffer) for path, module in model.named_modules()
                for name, buffer in module.named_buffers(recurse=False)
@@ -112,7 +110,6 @@ def expert_weights(name: str, stack: FrozenStack) -> Iterator[Weight]:
 
 
 def live_weight(name: str, tensor: Any) -> Weight:
-    """Return a parameter or buffer, plain or in NF4, as a `Weight`."""
     if getattr(tensor, "quant_state", None) is not None:
         return quantized_weight(name, NF4Weight.from_bitsandbytes(tensor))
     plain = tensor.detach()
@@ -189,8 +186,7 @@ class TensorFiles:
             self.read(name), self.read(scale), block or (1, shape[1]), self.dtype))
 
     def expert(self, name: str, stack: Callable[[str, str], FrozenStack]) -> Weight:
-        """Return one matrix of one expert, with the values that it has in NF4. Reading it quantizes the whole stack,
-        which `stack(path of the experts, kind)` returns."""
+        """Return one matrix of one expert with its NF4 values, from `stack(path of the experts, kind)`."""
         path, number, part, _ = name.rsplit(".", 3)
         kind = next(kind for kind, parts in STACKS.items() if part in parts)
         shape = self.shape(name)
@@ -203,8 +199,7 @@ class TensorFiles:
         return self.quantized(name, shape, BLOCK_ROWS, read)
 
     def expert_stack(self, path: str, kind: str) -> FrozenStack:
-        """Read the matrices of all experts of a stack and quantize them. As in the loader, all experts' scales are
-        quantized at once."""
+        """Read the matrices of all experts of a stack and quantize them together, as the loader does."""
         count = sum(f"{path}.{number}.{STACKS[kind][0]}.weight" in self.places for number in range(len(self.places)))
         tensors = [[self.read(f"{path}.{number}.{part}.weight").to(self.dtype) for number in range(count)]
                    for part in STACKS[kind]]
@@ -213,11 +208,9 @@ class TensorFiles:
 
 def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, device: torch.device | str = "cpu",
                    names: dict[str, str] | None = None) -> list[Weight]:
-    """Return every tensor of a stored model, with its values after loading in `dtype`. For a multimodal checkpoint,
-    these are the tensors of its text model, renamed by `names`.
-
-    If the checkpoint is in 16 or 32 bits, linear layers get the values that they have in `form` (NF4, FP8, ...).
-    """
+    """Return every tensor of a stored model, with its values after loading in `dtype`. If the checkpoint is in 16 or 32
+    bits, linear layers get the values that they have in `form` (NF4, FP8, ...). For a multimodal checkpoint, these are
+    the tensors of its text model, renamed by `names`."""
     files = TensorFiles(tensor_files(folder), dtype, device)
     whole = {name for name in files.places if name.partition(PARTS)[0] == name}
     in_4_bit = {name for name in whole if f"{name}.absmax" in files.places}
@@ -259,7 +252,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def linears_to_quantize(config: Any, dtype: torch.dtype) -> set[str]:
-    """Return the paths of the modules that loading quantizes, to 4 bit or FP8, found on a model on the meta device."""
+    """Return the paths of the modules that loading quantizes, to 4 bit or FP8."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     AutoHfQuantizer.from_config(nf4(dtype)).preprocess_model(model, device_map=None)

@@ -34,9 +34,8 @@ class Exported:
 
 @contextmanager
 def new_folder(done: Exported, overwrite: bool, source: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder. At the end it gets the export's record and is renamed to `done.folder`; after an error it is
-    deleted. If `done.folder` is a link, the new folder replaces the link's target. ExportError if `done.folder` is
-    in use or cannot be written."""
+    """Yield a new folder, which at the end gets the export's record and is renamed to `done.folder` (if that is a link,
+    to its target). After an error it is deleted. ExportError if `done.folder` is in use or cannot be written."""
     out = done.folder
     check_out(out, overwrite, source)
     final = out.resolve()  # a link cannot be renamed over, and stays

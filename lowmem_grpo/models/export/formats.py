@@ -43,7 +43,7 @@ ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, "README.md", "g
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """The options of an export. None takes the value from the adapter's record."""
+    """The options of an export. None takes `base`, the form of weights and `dtype` from the adapter's record."""
 
     base: str | None = None
     load_in_4bit: bool | None = None
@@ -116,8 +116,7 @@ def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
 
 
 def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> None:
-    """Merge a saved adapter into the stored base without loading the model. A small model is loaded afterwards, to
-    compare its logits."""
+    """Merge a saved adapter into the stored base. Only a small model is loaded, to compare its logits."""
     pairs = read_pairs(adapter.folder)
     record = settled(base_of_adapter(adapter.folder), settings, adapter.folder)
     name, form = str(record.model), form_of_weights(record.load_in_4bit, False, record.load_in_fp8)
@@ -156,8 +155,7 @@ def save_gguf(model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp
 
 
 def convert_merged(converter: gguf.Converter, merged: Path, kinds: list[str], done: Exported) -> None:
-    """Write one GGUF file per kind beside a merged model, which is deleted afterwards. ExportError if a file lacks
-    weights."""
+    """Convert a merged model to a GGUF file per kind beside it, then delete it. ExportError if a file lacks weights."""
     name, wanted = Path(str(done.base)).name.lower() or "model", matrix_elements(merged)
     for kind in kinds:
         content = converter.convert(merged, merged.parent / f"{name}-{kind}.gguf", kind)
@@ -169,8 +167,8 @@ def convert_merged(converter: gguf.Converter, merged: Path, kinds: list[str], do
 
 
 def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseRecord:
-    """Return the adapter's record, with the settings in place of recorded values. ExportError if neither names the base
-    model or says how its weights were held (4 bit, FP8 or 16 bit), or if the recorded dtype is not in COMPUTED."""
+    """Return the adapter's record, overridden by the settings. ExportError if neither names the base model or its form
+    in training (4 bit, FP8 or 16 bit), or if the recorded dtype is not in COMPUTED."""
     model = settings.base or record.model
     chosen: Any = record if settings.load_in_4bit is None and not settings.load_in_fp8 else settings
     four_bit, in_fp8 = False if chosen.load_in_fp8 else chosen.load_in_4bit, chosen.load_in_fp8
@@ -187,8 +185,7 @@ def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseR
 
 
 def matrix_elements(folder: Path) -> int:
-    """Return the number of weights in all matrices and stacks of a folder's safetensors files, as `GGUFContent` counts
-    them. A convolution (C, 1, W) counts as a matrix, because the converter drops its middle axis."""
+    """Return the number of weights in a folder's safetensors files, without those in vectors and scalars."""
     total = 0
     for file in sorted(set(tensor_files(folder).values())):
         with safe_open(file, "pt") as opened:

@@ -37,8 +37,7 @@ class GGUFContent:
 
     @property
     def elements(self) -> int:
-        """The number of elements in all matrices and stacks of matrices (experts). Vectors do not count, because the
-        converter adds some."""
+        """The number of elements in all tensors but vectors, of which the converter adds some."""
         return sum(math.prod(shape) for shape in self.shapes.values() if len(shape) > 1)
 
 
@@ -62,8 +61,7 @@ class Converter:
 
 
 def find_converter(llama_cpp: Path | None, kinds: Sequence[str] = ()) -> Converter:
-    """Return the programs that write these GGUF types, from a folder of llama.cpp or from the PATH. GGUFError if one is
-    missing; it says how to install it."""
+    """Return llama.cpp's programs for these GGUF types, from its folder or the PATH; GGUFError if one is missing."""
     if find_spec("gguf") is None:
         raise GGUFError(PACKAGE)
     folder = llama_cpp.parent if llama_cpp is not None and llama_cpp.name == SCRIPT else llama_cpp
@@ -80,7 +78,7 @@ def find_converter(llama_cpp: Path | None, kinds: Sequence[str] = ()) -> Convert
 
 
 def program(folder: Path | None, name: str, *others: str) -> Path | None:
-    """Return the path of a llama.cpp program: any of these names in the folder, else `name` on the PATH, else None."""
+    """Return a llama.cpp program in the folder, or None. Without a folder, or with `others`, the PATH counts too."""
     if folder is not None:
         path = next((folder / each for each in (name, *others) if (folder / each).is_file()), None)
         if path is not None or not others:

@@ -1,11 +1,9 @@
 """Write a merged model: LoRA's product is added in float32 and rounded once, to 16 bits.
 
 Files are written shard by shard, so memory holds a shard of about a GiB and one tile of float32 rows. Everything is
-read back and compared with W + s B A in float64. Each value must be the nearest 16-bit number; only near a tie,
-where float32 may round differently, may it be the neighbour on the other side.
-
-If W is itself a 16-bit number (unlike NF4 values, which lie between two 16-bit numbers), an update of less than half a
-unit in the last place is lost. The kept share of the update is measured and reported.
+read back and compared with W + s B A in float64: each value must be the nearest 16-bit number or, near a tie, the
+neighbour on the other side. If W is itself a 16-bit number (unlike NF4 values), an update of less than half a unit in
+the last place is lost, so the share of the update that is kept is measured.
 """
 
 import json
@@ -70,8 +68,7 @@ def read_pairs(folder: Path) -> dict[str, LoraPair]:
 
 
 def live_pairs(model: Any) -> dict[str, LoraPair]:
-    """Return {module: active LoRA pair} of a PEFT model. AdapterError if there are none, or a layer does not have one
-    plain, unmerged pair."""
+    """Return {module: active LoRA pair} of a PEFT model. AdapterError without any, or if one is merged or not plain."""
     pairs = {}
     for path, layer in model.named_modules():
         if not hasattr(layer, "lora_A"):
@@ -121,11 +118,8 @@ class MergeCheck:
 
 def write_merged(folder: Path, weights: list[Weight], pairs: dict[str, LoraPair], dtype: torch.dtype,
                  shard_bytes: int = SHARD_BYTES) -> int:
-    """Write model*.safetensors and their index into `folder`; return the size of all tensors in bytes.
-
-    MergeError if the base model lacks a layer of the adapter, or has it in another shape, or if a merged weight is not
-    finite.
-    """
+    """Write model*.safetensors and their index into `folder`; return the size of all tensors in bytes. MergeError if
+    the base model lacks a layer of the adapter or has it in another shape, or if a merged weight is not finite."""
     check_layers(weights, pairs)
     own, split = {weight.name: weight for weight in weights}, split_of(weights, dtype, shard_bytes)
     for file, names in split.filename_to_tensors.items():
@@ -147,7 +141,6 @@ def split_of(weights: list[Weight], dtype: torch.dtype, shard_bytes: int) -> Sta
 
 
 def pair_of(weight: Weight, pairs: dict[str, LoraPair]) -> LoraPair | None:
-    """Return the LoRA pair that is added to a tensor; None if there is none."""
     return pairs.get(weight.module) if weight.name.endswith(".weight") else None
 
 
@@ -163,12 +156,10 @@ def check_layers(weights: list[Weight], pairs: dict[str, LoraPair]) -> None:
 
 
 def size_of(weight: Weight, dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor in the written file."""
     return math.prod(weight.shape) * written_dtype(weight, dtype).itemsize
 
 
 def written_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in the written file: `dtype` for floating point, otherwise the weight's own."""
     return dtype if weight.dtype.is_floating_point else weight.dtype
 
 
@@ -262,7 +253,7 @@ def check_rows(name: str, base: Tensor, read: Tensor, update: Tensor, check: Mer
 
 def worst_rounding(exact: Tensor, values: Tensor, dtype: torch.dtype, summed: float) -> float:
     """Return the largest error of `values` against `exact`, divided by the allowed error: half a unit in the last place
-    of `dtype`, and float32's error in a sum with |W| up to `summed`."""
+    of `dtype`, plus float32's error in a sum of numbers up to `summed`."""
     info = torch.finfo(dtype)
     half = info.eps / 2 * (1 + 1e-3) * values.abs() + info.smallest_normal * info.eps / 2 + 1e-6 * summed
     return ((values - exact).abs() / half).max().item()

@@ -1,8 +1,7 @@
 """Write the folder of a merged model (weights, config, tokenizer, generation config) and check it.
 
-For small models, logits are compared with those of base and adapter, both in float32. They may differ by a small
-multiple of the effect of 16-bit rounding. This effect is measured: the difference between the merged model's logits in
-float32 and in its own dtype.
+A small model's logits are compared with those of base and adapter, both in float32. They may differ by ALLOWED times
+the effect of 16-bit rounding: the difference between the merged model's logits in float32 and in its own dtype.
 """
 
 import copy
@@ -123,8 +122,7 @@ def write_files(merge: Merge, temp: Path, done: Exported) -> None:
 
 
 def compare(merge: Merge, temp: Path, done: Exported) -> None:
-    """Load a merged model with transformers, compare its logits with the reference, and add the root mean squares over
-    all positions and tokens to the export's checks. MergeError if the logits differ by more than rounding explains."""
+    """Compare the written model's logits with the reference; MergeError if they differ by more than rounding."""
     prompts = [merge.tokenizer(text, return_tensors="pt").input_ids.to(merge.device) for text in TEXTS]
     reference = merge.reference()
     wanted = [reference(ids).float() for ids in prompts]
@@ -140,9 +138,7 @@ def compare(merge: Merge, temp: Path, done: Exported) -> None:
 
 
 def output_dtype(asked: str | None, computed: torch.dtype) -> torch.dtype:
-    """Return the dtype `asked` for, else the model's compute dtype, with bfloat16 in place of float32.
-
-    ExportError for a dtype that is not in DTYPES."""
+    """Return the dtype `asked` for (ExportError if not in DTYPES), or `computed`, with bfloat16 in place of float32."""
     if asked is not None:
         if asked not in DTYPES:
             raise ExportError(f"dtype is {asked!r}; allowed are {', '.join(DTYPES)}")
@@ -165,14 +161,12 @@ def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str
 
 
 def rms(left: list[Tensor], right: list[Tensor]) -> float:
-    """Return the root mean square of all differences."""
     squares = torch.cat([(a - b).double().square().flatten() for a, b in zip(left, right, strict=True)])
     return squares.mean().sqrt().item()
 
 
 def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, form: str) -> Logits:
-    """Return a function that computes the logits of base and adapter with plain PEFT, in float32. The base weights are
-    in `dtype`, FP8 or 4 bit, as in training."""
+    """Return a function for the float32 logits of base and adapter by PEFT, with the base rounded as in training."""
     model, _ = base.load(dtype, device, form)
     compute_in(model, torch.float32)
     for parameter in model.parameters():  # requantizing weights in 4 bit or FP8 would change their values
@@ -184,7 +178,7 @@ def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: 
 
 
 def live_logits(model: Any) -> Logits:
-    """Return a function that computes the current logits of a loaded model and then restores its training mode."""
+    """Return a function that computes a loaded model's logits in evaluation mode."""
     def logits(ids: Tensor) -> Tensor:
         with evaluating(model), torch.no_grad():
             result: Tensor = model(input_ids=ids).logits

@@ -44,10 +44,10 @@ class Saving:
                                overwrite: bool = False, **options: Any) -> Path:
         """Write the model with its adapter merged ("merged_16bit"), or only the adapter ("lora"); return the folder.
 
-        Merged weights are rounded once to `dtype`: "bfloat16", "float16", or that of the model (None). Shards of about
-        a GiB are written one at a time, and each file is read back and compared. The loaded model does not change.
-        Raises ExportError for a folder that is not empty (unless it is an earlier export and `overwrite` is True), and
-        UnsupportedError for other methods and for a `dtype` with "lora", which keeps the adapter's own.
+        Merged weights are rounded once to `dtype`: "bfloat16", "float16", or that of the model (None). Each file is
+        read back and compared. Raises ExportError for a folder that is not empty (unless it is an earlier export and
+        `overwrite` is True), and UnsupportedError for other methods and for a `dtype` with "lora", which keeps the
+        adapter's own.
         """
         refuse(options, REFUSED, {"dtype", "overwrite", "save_method"}, "save_pretrained_merged")
         from lowmem_grpo.models.export.merged import save_adapter, save_merged
