@@ -1,5 +1,5 @@
-"""`lowmem-grpo run`: runs a recipe or recipe file, lists recipes, or shows their options. `report`: a report page.
-`submit`, `jobs`, `logs`, `cancel` and `resume`: commands for the job queue of a server."""
+"""`lowmem-grpo run` and `report`, and commands for a server's job queue: `submit`, `jobs`, `logs`, `cancel`,
+`resume`."""
 
 import json
 import re

@@ -204,7 +204,7 @@ class Ranks:
                 parameter.grad.copy_(view.view_as(parameter))
 
     def choose_group(self, device: torch.device) -> torch.device:
-        """Return the device that sums gradients. The first call chooses NCCL if each rank has its own GPU, else
+        """Return the device that sums gradients; the first call chooses NCCL if each rank has its own GPU, else
         Gloo."""
         if self.card_group is None:
             cards = self.gather("their cards", card_of(device))

@@ -288,7 +288,6 @@ class Trainer(TrlApi):
         self.log_line(self.journal.write(before, line, groups if self.samples else []))
 
     def log_line(self, line: dict[str, Any] | None) -> None:
-        """Log and record a line of metrics, unless it is None."""
         if line is None:
             return
         try:

@@ -1,5 +1,4 @@
-"""The parts of a trainer, built before the trainer itself: the model, the learner with its objective, and the
-records."""
+"""The parts of a trainer, built before the trainer itself: model, objective, learner and records."""
 
 import logging
 from collections.abc import Sequence
@@ -58,9 +57,9 @@ def bring_model(
     model: Any, args: TrainSettings, processing_class: Any = None, peft_config: Any = None,
     quantization_config: Any = None, tokens: int = 0, takes_prompts: bool = True,
 ) -> TrainedModel:
-    """Load or prepare the model to train: ours, one of transformers or PEFT, or a name. `tokens` is the context that a
-    row needs; `takes_prompts` is False if steps take no prompts from rows. TypeError or ValueError, with the remedy, if
-    the model cannot be trained with these settings."""
+    """Return the model to train: ours, one of transformers or PEFT, or a name to load. `tokens` is the context that a
+    row needs; `takes_prompts` is False if steps take no rows. TypeError or ValueError, with the remedy, if it cannot be
+    trained."""
     tokenizer, processes = tokenizer_of(processing_class), ranks()
     check_settings(args, processes.count, takes_prompts)
     if args.log_level != "passive":

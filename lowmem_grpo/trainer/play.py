@@ -33,7 +33,6 @@ TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a tool call as a person types it
 
 
 def takes_two(function: Any) -> bool:
-    """Return whether this is a synchronous function that takes two arguments."""
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -207,7 +206,6 @@ class Play:
 
 
 def episode_settings(config: GRPOConfig) -> dict[str, Any]:
-    """Return the settings of a run that concern episodes."""
     return {entry.name: getattr(config, entry.name) for entry in fields(EpisodeSettings)} | {
         "chat_template_kwargs": config.chat_template_kwargs}
 

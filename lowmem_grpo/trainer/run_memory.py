@@ -75,8 +75,7 @@ def checkpoint_again(model: FastPeftModel) -> None:
 
 
 def keep_layers(base: Any, count: int) -> None:
-    """Exempt the last `count` layers from checkpointing, and their MLPs from tiling. With all layers, turn
-    checkpointing off."""
+    """Exempt the last `count` layers from checkpointing, and their MLPs from tiling."""
     kept = keep_last(base, count)
     for layer in kept:
         for mlp in tiled_mlps(layer):
@@ -100,8 +99,7 @@ def plan_memory(
     engine: Engine | None = None, reward_models: Sequence[RewardModel] = (),
 ) -> tuple[RunMemory, PhasePeaks]:
     """Plan a run's memory; return its limits and the peaks of its phases. `length` names the setting that limits
-    sequences; `engine` is None for a trainer that does not sample. MemoryError if the host has no room for offloaded
-    layer inputs."""
+    sequences; `engine` is None without sampling. MemoryError if the host has no room for offloaded layer inputs."""
     four_bit = bool(getattr(policy.base, "is_loaded_in_4bit", False))
     shorter = f"a lower {length} (now {getattr(config, length) or context})"
     name = "transformers" if engine is None else engine.name

@@ -25,7 +25,6 @@ class StepAccumulator:
         return any(id(rollout) in self.facts for rollout in group.rollouts)
 
     def add(self, batch: MicroBatch, out: LossOutput) -> None:
-        """Add the loss and metrics of a micro-batch."""
         self.totals["loss"] = self.totals["loss"] + out.loss.detach()
         if out.policy_loss is not None:
             self.totals["policy_loss"] = self.totals.get("policy_loss", 0) + out.policy_loss
@@ -103,8 +102,7 @@ class RandomStates:
 
 
 class Gradients:
-    """The parameters' gradients at construction. They are copied to the host, because backward adds to them in
-    place."""
+    """The parameters' gradients at construction, copied to the host because backward adds to them in place."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.held = [(p, p.grad, None if p.grad is None else p.grad.to("cpu", copy=True)) for p in parameters]

@@ -1,5 +1,4 @@
-"""The attributes and methods that our trainers share with those of TRL and transformers, and advice for missing
-ones."""
+"""The attributes and methods of TRL's and transformers' trainers that ours have, and advice for the missing ones."""
 
 import json
 import logging

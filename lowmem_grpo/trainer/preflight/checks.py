@@ -1,5 +1,4 @@
-"""The list of the checks before a run, the checks of columns that reward functions read, and the check that a run's
-processes fit together."""
+"""The list of the checks before a run, the checks of reward functions' columns, and checks of several ranks."""
 
 import hashlib
 import inspect

@@ -105,7 +105,6 @@ def look_at_versions(checkup: Checkup) -> None:
 
 
 def absent(name: str) -> str:
-    """Return the text to show as the version of a library (or of this package) that is not installed."""
     if name == PACKAGE:
         return f"{__version__} (not installed: used from its folder)"
     return "missing" if name in NEEDED else "not installed"
