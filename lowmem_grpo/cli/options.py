@@ -109,8 +109,8 @@ def check_adapter(path: Path | None, unfinished: bool = True) -> None:
 
 
 def check_exam(name: str, source: str | None = None, plays: bool = False) -> None:
-    """Raise ValueError for a recipe without EXAM, with `source` for an exam that takes no other problems, and with
-    `plays` for an exam without episodes."""
+    """Raise ValueError for a recipe without EXAM; if `source` is set, for an exam that takes no other problems; if
+    `plays` is set, for an exam without episodes."""
     tree = recipe_tree(name)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.asname or node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}

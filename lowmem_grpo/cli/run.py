@@ -1,5 +1,4 @@
-"""`lowmem-grpo run` and `report`, and commands for a server's job queue: `submit`, `jobs`, `logs`, `cancel`,
-`resume`."""
+"""`lowmem-grpo run`, `report`, and the commands for a server's jobs: `submit`, `jobs`, `logs`, `cancel`, `resume`."""
 
 import json
 import re

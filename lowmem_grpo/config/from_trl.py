@@ -1,7 +1,7 @@
 """Conversion of the settings and arguments that scripts for TRL and transformers pass to a trainer.
 
-A field of their settings counts as set if it differs from their default; a set field that we lack is refused. For other
-fields we take over their default (`TAKEN_OVER`) or keep ours (`DIFFERENT`).
+A field of such settings counts as set if it differs from its default in TRL or transformers. A set field that we lack
+is refused. For other fields we take that default over (`TAKEN_OVER`) or keep ours (`DIFFERENT`).
 """
 
 import inspect

@@ -140,9 +140,8 @@ def leave_busy_cores(before: tuple[float, float]) -> None:
 
 
 def balanced(things: Sequence[T], cost: Callable[[T], float], ranks: int) -> list[list[T]]:
-    """Divide the things into one part per rank, each in the original order, with similar costs: the most expensive
-    thing goes first, each to the rank with the lowest cost so far. The largest part costs at most 4/3 of the
-    optimum."""
+    """Divide the things into one part per rank, each in the original order: the most expensive thing first, always to
+    the rank with the lowest cost so far. So the largest part costs at most 4/3 of the optimum."""
     costs = [cost(thing) for thing in things]
     parts: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks

@@ -49,7 +49,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Harmless(Fixed):
-    """An option that is an object or dict of options. Those in `free` may have any value, others only the default."""
+    """An option whose value is an object or dict. Entries in `free` may have any value, others only the default."""
 
     free: tuple[str, ...] = ()
     usual: tuple[tuple[str, Any], ...] = ()
@@ -64,7 +64,7 @@ Table = dict[str, Fixed]
 
 
 def at_default(advice: str, *names: str, also: tuple[Any, ...] = ()) -> Table:
-    """Return options of transformers that must keep their defaults; `also` are other values of the same meaning."""
+    """Return a table of transformers' options that must keep their defaults; `also` are values of the same meaning."""
     return {name: Fixed(advice, also, at_default=True) for name in names}
 
 
@@ -212,8 +212,7 @@ def field_names(cls: Any) -> set[str]:
 
 
 class CheckedCall(type):
-    """A metaclass: the constructors of its classes refuse unknown options, with what to use instead. A class may
-    replace the tables `unsupported` and `renamed`."""
+    """A metaclass: the constructors of its classes refuse unknown options, with what to use instead."""
 
     unsupported: Table = OF_GRPO
     renamed: dict[str, str] = RENAMED

@@ -135,7 +135,7 @@ def refused(trainer: Any) -> Iterator[str]:
 
 
 def refused_adapters(adapters: dict[str, Any]) -> Iterator[str]:
-    """Yield the adapters that are not plain LoRA inside the backbone, each with the remedy."""
+    """Yield the adapters that are not LoRA or need PEFT's own forward, each with the remedy."""
     for name, config in adapters.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":

@@ -87,7 +87,7 @@ class Heartbeat:
                 f"for it. Its process was killed or hangs, or its machine cannot be reached. {GOOD}")
 
     def check(self, began: float) -> None:
-        """Raise RankError if a rank failed or is lost, or the store has been silent for too long since `began`."""
+        """Raise RankError if a rank failed or is lost, or if the store has been silent too long since time `began`."""
         if not self.broken and time.monotonic() - max(began, self.answered) > self.patience + self.beat:
             self.broken = self.missing(0)
         if self.broken or self.ended.is_set():
@@ -204,8 +204,7 @@ class Ranks:
                 parameter.grad.copy_(view.view_as(parameter))
 
     def choose_group(self, device: torch.device) -> torch.device:
-        """Return the device that sums gradients; the first call chooses NCCL if each rank has its own GPU, else
-        Gloo."""
+        """Return the device that sums gradients. The first call takes NCCL if each rank has its own GPU, else Gloo."""
         if self.card_group is None:
             cards = self.gather("their cards", card_of(device))
             self.card_group = self.group

@@ -32,7 +32,7 @@ OF_EPISODES = ("turns", "episodes", "tools", "other", "tokens", "groups")  # met
 
 
 class GRPOTrainer(Trainer):
-    """GRPO with TRL's constructor. `train()` repeats `rollout()` and `update(groups)`, records and saves."""
+    """GRPO with TRL's constructor. `train()` repeats `rollout()` and `update(groups)`, and saves checkpoints."""
 
     args: GRPOConfig
     parts: PolicyParts
@@ -117,7 +117,7 @@ class GRPOTrainer(Trainer):
         completion_ids_list: list[list[int]],
     ) -> torch.Tensor:
         """Return the rewards (N, R) of N completions by R functions, in float32, with NaN for None; `inputs` are the
-        rows. The override of a subclass is called once for each step, in place of the functions."""
+        rows. A subclass's override is called once per step, in place of the functions."""
         paid = self.scorer.call_rows(inputs, prompts, completions, completion_ids_list, self.state)
         columns = [[math.nan if reward is None else reward for reward in column] for column in paid]
         return torch.tensor(columns, dtype=torch.float32, device=self.policy.device).T
@@ -186,7 +186,7 @@ class GRPOTrainer(Trainer):
 
     @property
     def reward_weights(self) -> torch.Tensor:
-        """The weights of the rewards (R,), in order."""
+        """The weights of the reward functions (R,)."""
         return torch.tensor(self.scorer.weights)
 
     @property
@@ -202,13 +202,13 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def logs(function: Any) -> bool:
-    """Return whether a reward function takes `log_metric` or `log_extra`; True for any other callable object."""
+    """Return whether a reward function takes `log_metric` or `log_extra`; True for a callable that is no function."""
     named = inspect.signature(function).parameters if inspect.isfunction(function) else ["log_metric"]
     return "log_metric" in named or "log_extra" in named
 
 
 def prompt_source(config: GRPOConfig, rows: Any, encoder: PromptEncoder) -> PromptSource:
-    """Return the source of a run's prompts. ValueError if a stream is to have a replay buffer."""
+    """Return the source of a run's prompts. ValueError for a replay buffer if the rows are a stream."""
     if config.replay_buffer_size and isinstance(rows, Stream):
         raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
                          "found again after a resume; leave it out, or pass a datasets.Dataset")

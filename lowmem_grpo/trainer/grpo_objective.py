@@ -93,7 +93,7 @@ class GRPOObjective(Objective):
                 put_kl_in_reward(rollouts, self.config.beta)
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Return the rollouts without failed episodes and, if the settings mask them, without truncated completions."""
+        """Return the rollouts except failed episodes and, with `mask_truncated_completions`, truncated completions."""
         masked = self.config.mask_truncated_completions
         return [rollout for rollout in rollouts
                 if not (rollout.failed or (masked and rollout.finish_reason == "length"))]

@@ -76,7 +76,7 @@ class Learner:
                 setattr(rollout, field, values[field == "entropy"])
 
     def tell_fields(self, groups: list[RolloutGroup], fields: tuple[str, ...]) -> None:
-        """Exchange the filled-in fields between ranks, so that each rank has the fields of all rollouts."""
+        """Exchange the values of `fields` between ranks, so that each rank has those of all rollouts."""
         if self.ranks.count == 1 or not fields:
             return
         rollouts = members(groups)
@@ -134,7 +134,7 @@ class Learner:
         self.prepare_again = again if fields else None
 
     def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return copies of the groups with only the rollouts that have a gradient (none if the group is unjudged)."""
+        """Return copies of the groups with only the rollouts that have a gradient; none if rewards are missing."""
         return [replace(group, rollouts=[] if group.unjudged else self.objective.with_gradient(group.rollouts))
                 for group in groups]
 

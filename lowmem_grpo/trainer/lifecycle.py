@@ -45,7 +45,7 @@ class Journal:
         self.show_samples = prints and getattr(settings, "log_completions", False)
 
     def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
-        """Record a step's `line` and the completions of `groups`; return the line to log, if one is due."""
+        """Record a step's metrics `line` and the completions of `groups`; return the line to log, if one is due."""
         if self.alarms is not None:
             line |= self.alarms.watch(line)
         if groups:
@@ -255,7 +255,7 @@ def failure_recorded(trainer: TrlApi) -> Iterator[None]:
 
 @contextmanager
 def signals_after_steps(trainer: TrlApi) -> Iterator[None]:
-    """Let signals end the run only after a step; meanwhile the engine of a trainer that does not sample sleeps."""
+    """Let signals end the run only after a step, and the model's engine sleep if the trainer does not sample."""
     engine = None if trainer.samples else trainer.model.loaded.keeper.kept
     if engine is not None:
         engine.sleep()

@@ -157,8 +157,8 @@ class Trainer(TrlApi):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return the metrics of `eval_dataset`, by default the trainer's own. Their names begin with the prefix, as in
-        transformers: `eval_loss`, or `eval_NAME_loss` for several datasets."""
+        """Return the metrics of `eval_dataset` (None: the dataset of the constructor). Their names begin with the
+        prefix, as in transformers: `eval_loss`, or `eval_NAME_loss` for several datasets."""
         return evaluate_sets(self, eval_dataset, metric_key_prefix)
 
     def save_state(self) -> Path:
@@ -264,7 +264,7 @@ class Trainer(TrlApi):
             self.notify("on_epoch_begin")
 
     def due(self, before: int, epoch: int, every: int | None, strategy: str) -> bool:
-        """Return whether an epoch or the run ended ("epoch"), or a multiple of `every` steps was reached ("steps")."""
+        """Return whether `strategy` is due: an epoch or the run ended ("epoch"), or `every` steps passed ("steps")."""
         if strategy == "epoch":
             return int(self.state.epoch) > epoch or self.finished
         return strategy == "steps" and every is not None and self.state.global_step // every > before // every

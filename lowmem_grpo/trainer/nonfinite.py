@@ -47,7 +47,7 @@ class BadRollout:
 
 
 class Flags:
-    """The rollouts of a training pass that met NaN or infinity. Flags stay on the device until `read` is called."""
+    """The rollouts with NaN or infinity in a training pass. Flags stay on the device until `read` is called."""
 
     def __init__(self) -> None:
         self.rollouts: list[Rollout] = []
@@ -102,8 +102,8 @@ class Guard:
         return bool(bad)
 
     def judge(self, parameters: list[str], handled: bool = False) -> dict[str, float]:
-        """End a step, and return its metrics. `parameters` have NaN or infinity in the gradient, for which the loss
-        scale was lowered if `handled`. NonFiniteError if too many steps in a row are skipped."""
+        """End a step, and return its metrics. `parameters` had NaN or infinity in the gradient; if `handled`, the loss
+        scale was lowered for that. NonFiniteError if too many steps in a row are skipped."""
         bad, groups = self.bad, self.groups
         self.bad, self.groups = [], []
         causes = sorted({what for entry in bad for what in entry.what})

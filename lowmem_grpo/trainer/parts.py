@@ -58,8 +58,7 @@ def bring_model(
     quantization_config: Any = None, tokens: int = 0, takes_prompts: bool = True,
 ) -> TrainedModel:
     """Return the model to train: ours, one of transformers or PEFT, or a name to load. `tokens` is the context that a
-    row needs; `takes_prompts` is False if steps take no rows. TypeError or ValueError, with the remedy, if it cannot be
-    trained."""
+    row needs; `takes_prompts` is False if the caller samples. TypeError or ValueError for unusable models."""
     tokenizer, processes = tokenizer_of(processing_class), ranks()
     check_settings(args, processes.count, takes_prompts)
     if args.log_level != "passive":

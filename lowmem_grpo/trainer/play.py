@@ -115,7 +115,7 @@ class EpisodeSetup:
         return with_prompts(rows_of(dataset, "eval_dataset"))
 
     def encoder(self, inner: PromptEncoder) -> PromptEncoder:
-        """Return the encoder of rows to prompts. In episodes it also refuses a chat template without tools."""
+        """Return the encoder of rows to prompts; with tools, it refuses a chat template that does not render tools."""
         if not self.plays:
             return inner
         self.specs = EnvSpecs(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens,
@@ -163,7 +163,7 @@ class Play:
         self, model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams,
         adapter: Any = None, together: int = TOGETHER, settings: Mapping[str, Any] | None = None,
     ) -> Answers:
-        """Play an episode for each answer to each row; return the answers. `settings` override `self.settings`."""
+        """Play `params.n` episodes of each row; return answers and verdicts. `settings` override `self.settings`."""
         groups: list[RolloutGroup] = []
         player = self.player(model, params, settings or {})
         with adapter_for(model.inner, as_request(adapter)):

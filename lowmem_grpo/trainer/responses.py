@@ -104,7 +104,7 @@ class ResponsesOnly:
 
 
 def check_rows(dataset: Any, encoder: ResponsesOnly) -> None:
-    """Raise ValueError if none of the first rows has an answer. A stream is not checked, which would use it up."""
+    """Raise ValueError if none of the first rows has an answer. Streams are skipped, as reading uses them up."""
     if isinstance(dataset, Stream):
         return
     rows = [dataset[index] for index in range(min(LOOKED_AT, len(dataset)))]

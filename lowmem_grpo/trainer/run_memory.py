@@ -216,7 +216,7 @@ class PlannedTime:
         self, sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], updates: int = 1, iterations: int = 1,
         fields: Sequence[str] = (),
     ) -> dict[str, float]:
-        """Return the planned seconds of sampling, training and the step, with passes that compute `fields`."""
+        """Return the planned seconds of sampling, training and the step, including passes that compute `fields`."""
         passes = len({field == "ref_logprobs" for field in fields})  # one pass for the reference, one for the policy
         generated = self.plan_step(workload_of(sampled))
         learned = self.plan_step(workload_of(trained, updates, iterations, passes))

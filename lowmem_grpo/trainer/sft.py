@@ -55,7 +55,7 @@ class SFTObjective(Objective):
 
 
 def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
-    """Set the tokenizer's chat template and end token as TRL does. ValueError if the vocabulary lacks the token."""
+    """Set the tokenizer's chat template and end token as TRL does. ValueError for an end token that is unknown."""
     if settings.chat_template_path is not None:
         tokenizer.chat_template = Path(settings.chat_template_path).expanduser().read_text(encoding="utf-8")
     if settings.eos_token is None:
@@ -75,9 +75,9 @@ def longest_row(settings: SFTConfig, context: int) -> int:
 
 
 class SFTTrainer(Trainer):
-    """Fine-tuning with TRL's constructor. `train()` repeats `next_groups()` and `update(groups)`, records and saves.
-    The model can be passed to GRPOTrainer as it is. GRPO's KL reference is then this fine-tuned model (kl_reference
-    "start"), or with kl_reference "base" the base model without adapter."""
+    """Fine-tuning with TRL's constructor. `train()` repeats `next_groups()` and `update(groups)`, and saves
+    checkpoints. The model can be passed to GRPOTrainer as it is. GRPO's KL reference is then this fine-tuned model
+    (kl_reference "start"), or with kl_reference "base" the base model without adapter."""
 
     args: SFTConfig
     method = "sft"
@@ -207,8 +207,8 @@ def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[Rollo
 
 @dataclass(frozen=True)
 class Predictions:
-    """The user's `compute_metrics` and `preprocess_logits_for_metrics`, as in transformers. They get full logits: (T,
-    V) of one row on the device, and the (preprocessed) logits of all rows on the host."""
+    """The user's `compute_metrics` and `preprocess_logits_for_metrics`, as in transformers. They get full logits, (T,
+    V) for each row: on the device for one row, on the host for all rows."""
 
     compute: Callable[[EvalPrediction], Mapping[str, float]]
     preprocess: Callable[[Tensor, Tensor], Any] | None = None

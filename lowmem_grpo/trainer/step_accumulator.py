@@ -40,7 +40,7 @@ class StepAccumulator:
         return copied
 
     def join(self, totals: dict[str, Tensor], count: int, reducer: Reducer) -> None:
-        """Add the sums of other micro-batches; their flags are left to the caller."""
+        """Add the sums of other micro-batches, but not their flags."""
         for name, total in totals.items():
             self.totals[name] = self.totals.get(name, 0) + total
         self.reducer.join(reducer.sums, reducer.weights, reducer.samples)

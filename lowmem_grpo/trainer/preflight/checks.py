@@ -1,4 +1,4 @@
-"""The list of the checks before a run, the checks of reward functions' columns, and checks of several ranks."""
+"""The list of checks before a run, the checks of reward functions' columns, and the check that all ranks agree."""
 
 import hashlib
 import inspect

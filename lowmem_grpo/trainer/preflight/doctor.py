@@ -122,7 +122,7 @@ def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
 
 
 def look_at_imports(checkup: Checkup) -> set[str]:
-    """Import each library of TRIED; skip those that need torch if torch is broken. Return the unusable ones' names."""
+    """Import the libraries TRIED (if torch is broken, those that work without it); return the unusable ones' names."""
     broken: set[str] = set()
     for name in TRIED:
         if (name in ON_TORCH and "torch" in broken) or checkup.versions[name] == absent(name):
@@ -182,7 +182,7 @@ def look_at_host(checkup: Checkup) -> None:
 
 
 def look_at_engine(checkup: Checkup) -> None:
-    """Record the rollout engine that a run would use, with findings if it is not vLLM or lacks a part."""
+    """Record the rollout engine that a run would use, with findings if it is not vLLM or is incomplete."""
     if not checkup.can_train:
         checkup.used["engine"] = "none: see the findings below"
         return

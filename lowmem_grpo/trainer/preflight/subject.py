@@ -61,7 +61,7 @@ class RowSample:
         return [looked for looked in self.usable if looked.tokens <= self.limit]
 
     def share(self, count: int) -> str:
-        """Return '3 of 256 sampled rows', or 'all 8 rows'."""
+        """Return a phrase such as '3 of 256 sampled rows' or 'all 8 rows'."""
         if len(self.rows) < self.total:
             return f"{count} of {len(self.rows)} sampled rows"
         return f"all {self.total} rows" if count == self.total else f"{count} of {self.total} rows"

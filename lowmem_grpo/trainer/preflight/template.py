@@ -96,8 +96,8 @@ def answer(transition: Transition) -> Message:
 
 
 def written_by_policy(renderer: Renderer, transition: Transition, written: str) -> str:
-    """Return the part of a rendered last answer that the policy samples: up to and including the token that ends its
-    turn, or excluding it for a cut turn."""
+    """Return the part of a rendered last answer that the policy samples. It includes the token that ends the policy's
+    turn, unless a limit cut the turn off."""
     seam = renderer.seam(transition.replies)
     last = max(written.rfind(ANSWER), written.rfind("6 * 7"), 0)
     ends = sorted(at + len(end) * (not transition.cut) for number in seam.ends
@@ -204,7 +204,7 @@ def endless(subject: Subject) -> Iterator[Finding]:
 
 
 def answers(example: Example) -> list[list[int]]:
-    """Return each sequence of consecutive trained tokens."""
+    """Return the example's answers: each sequence of consecutive trained tokens."""
     trained = example.trained or [True] * len(example.completion_ids)
     runs = groupby(zip(trained, example.completion_ids, strict=True), lambda pair: pair[0])
     return [[token for _, token in run] for counts, run in runs if counts]
