@@ -61,6 +61,7 @@ def generate(
 
 
 def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples: int, as_json: bool) -> None:
+    """Raise click.UsageError for options that contradict each other."""
     if (prompt is None) == (recipe is None):
         raise click.UsageError("give a PROMPT to answer, or --recipe NAME to play an episode" +
                                ("" if prompt is None else "; not both"))

@@ -86,6 +86,7 @@ def check_rewards(names: list[str], plain: set[str], settings: dict[str, Any]) -
 
 
 def check_model(name: str | None) -> None:
+    """Raise OSError for a path without a model, or a name that the hub does not provide."""
     if name is not None:
         find(name)
 

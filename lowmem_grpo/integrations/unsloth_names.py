@@ -73,5 +73,4 @@ def PatchFastRL(*args: Any, **kwargs: Any) -> None:  # noqa: N802 - Unsloth's na
 
 
 def unsloth_train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return `trainer.train()`."""
     return trainer.train(*args, **kwargs)
