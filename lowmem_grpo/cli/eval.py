@@ -133,8 +133,7 @@ def check_source(chosen: dict[str, Any]) -> None:
 
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:
-    """Return the model and adapter given by TARGET and --adapter. Without options, the adapter's record decides the
-    quantization. If the record names the same model, it decides the revision too."""
+    """Return model and adapter of TARGET and --adapter; quantization and revision are by default as in training."""
     from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
     path = Path(target)

@@ -150,7 +150,7 @@ def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -
 
 
 def guesses(recipe: "NewRecipe") -> list[str]:
-    """Return lines on the guessed columns and kind of answers, and the options that change them."""
+    """Return lines to print: the guessed columns and kind of answers, and the options that change them."""
     from lowmem_grpo.recipes.new_recipe import KINDS as ABOUT
 
     columns, others, lines = recipe.columns, ", ".join(recipe.others[:12]), []
@@ -187,7 +187,6 @@ def write_recipe(recipe: "NewRecipe", told: list[str], rows: str = "") -> list[s
 
 
 def save(recipe: Path, text: str, rows: str = "") -> None:
-    """Write the example rows and the recipe. ValueError if the folder cannot be written to."""
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)
         if rows:

@@ -36,9 +36,8 @@ TYPES = PLAIN | {f"{name} | None": kind | None for name, kind in PLAIN.items()}
 
 
 def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Raise the errors that a run of the recipe with these arguments would raise at its start (ValueError, OSError or
-    click.UsageError), and return the run's settings. The recipe's file is parsed, not run, so only its literals are
-    known here: the recipe itself checks the rest."""
+    """Return the settings of a run of this recipe; ValueError, OSError or click.UsageError for arguments that the run
+    would refuse. The recipe's file is parsed, not run, so only its literals are known here."""
     from lowmem_grpo.recipes.options import RecipeOptions, fill  # these import pydantic
     from lowmem_grpo.recipes.presets import check_setup, size_of
 
@@ -77,8 +76,8 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def check_rewards(names: list[str], plain: set[str], settings: dict[str, Any]) -> None:
-    """Raise ValueError if reward_weights do not match the reward functions `names`, or if train_while_sampling is set
-    without score_while_sampling=True and a name is in `plain`: plain functions are called only after sampling."""
+    """Raise ValueError if reward_weights do not match the reward functions `names`, or if train_while_sampling needs
+    scores of the functions `plain`, which are called only after sampling unless score_while_sampling=True."""
     if names:
         check_weights(settings.get("reward_weights"), names)
     mode, late = settings.get("train_while_sampling"), [name for name in names if name in plain]
@@ -111,8 +110,8 @@ def check_adapter(path: Path | None, unfinished: bool = True) -> None:
 
 
 def check_exam(name: str, source: str | None = None, plays: bool = False) -> None:
-    """Raise ValueError for a recipe without EXAM. With `source`, also raise it if the exam cannot take other problems;
-    with `plays`, if the exam has no episodes. The file is parsed, not run, so the recipe itself checks the rest."""
+    """Raise ValueError for a recipe without EXAM; if `source` is set, for an exam that takes no other problems; if
+    `plays` is set, for an exam without episodes."""
     tree = recipe_tree(name)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.asname or node.name for node in ast.walk(tree) if isinstance(node, ast.alias)}
@@ -135,7 +134,7 @@ def file_of(recipe: str) -> Path:
 
 
 def recipe_tree(name: str) -> ast.Module:
-    """Return the syntax tree of a recipe's file. ValueError if there is none; SyntaxError shows the faulty line."""
+    """Return the syntax tree of a recipe's file. ValueError for an unknown recipe, SyntaxError for a faulty file."""
     if problem := unknown_recipe(name):
         raise ValueError(problem)
     path = recipe_path(name) if is_recipe_file(name) else file_of(name)
@@ -161,7 +160,6 @@ def recipe_help(path: Path) -> str:
 
 
 def parsed(path: Path) -> ast.Module:
-    """Return a file's syntax tree. ValueError if it cannot be read or parsed."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, SyntaxError, ValueError) as error:
@@ -169,7 +167,6 @@ def parsed(path: Path) -> ast.Module:
 
 
 def named(tree: ast.Module, name: str) -> str:
-    """Return the source text of the value assigned to `name` at the top level; empty if there is none."""
     value = assigned(tree, name)
     return "" if value is None else ast.unparse(value)
 
@@ -182,7 +179,7 @@ def assigned(tree: ast.Module, name: str) -> ast.expr | None:
 
 
 def literal(node: ast.expr | None) -> Any:
-    """Return the value of a literal expression, or of `USUAL | literal` (USUAL: the usual settings); else None."""
+    """Return the value of a literal expression, or of `USUAL | literal` (USUAL of recipes/presets.py); else None."""
     if isinstance(node, ast.BinOp) and ast.unparse(node.left) == "USUAL":
         from lowmem_grpo.recipes.presets import USUAL
 
@@ -245,7 +242,7 @@ def preset_calls(tree: ast.Module) -> dict[str, dict[str, ast.expr]]:
 
 
 def preset_pairs(value: ast.expr | None) -> list[tuple[ast.expr | None, ast.expr]]:
-    """Return the keys and values of a literal dict, of `on_cards(CONTEXT)`, or of such parts with | between them."""
+    """Return the keys and values of a literal dict, of `on_cards(CONTEXT)`, or of several of these joined by |."""
     if isinstance(value, ast.BinOp):
         return preset_pairs(value.left) + preset_pairs(value.right)
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "on_cards" and value.args:
@@ -280,7 +277,6 @@ def rewards_of(tree: ast.Module) -> list[str]:
 
 
 def preset_line(size: str, arguments: dict[str, ast.expr]) -> str:
-    """Return a line with a preset's size, model, context, LoRA and changed settings."""
     shown = dict(arguments)
     settings = shown.pop("settings", None)
     if isinstance(settings, ast.Dict):

@@ -1,5 +1,4 @@
-"""`lowmem-grpo plan` predicts the memory and step time of a run, without a card. `doctor` reports this machine's
-libraries, card, memory and disk, and what is missing."""
+"""`lowmem-grpo plan` predicts memory and time of a run without a card; `doctor` checks this machine."""
 
 import json
 import logging
@@ -153,7 +152,6 @@ def known(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def section(title: str, facts: dict[str, Any]) -> list[str]:
-    """Return a title and one wrapped line per fact, with an empty line after them."""
     lines = [title]
     for name, value in facts.items():
         start = f"  {UNITS.get(name, name):<{LABEL}}"

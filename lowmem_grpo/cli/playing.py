@@ -1,5 +1,4 @@
-"""Loads the model of `lowmem-grpo eval` and `generate`, and plays an episode of a recipe on the terminal, with a person
-who plays first or against the model."""
+"""Loading of models for `lowmem-grpo eval` and `generate`, and episodes on the terminal, in which a person may play."""
 
 import json
 import random
@@ -36,8 +35,8 @@ def adapter_and_base(adapter: Path | None) -> tuple[Path | None, str | None]:
 
 
 def load(model: str, adapter: Path | None, context: int, **options: Any) -> tuple[Any, Any]:
-    """Load and return the model, and the LoRA request for its adapter (None without one). The adapter is checked before
-    the model is loaded. `options` are passed to FastLanguageModel.from_pretrained."""
+    """Load and return the model, and the LoRA request for its adapter (None without an adapter). `options` are those of
+    FastLanguageModel.from_pretrained."""
     layers, tokenizer = (None, None) if adapter is None else (layers_of(read_adapter(adapter)[1]),
                                                               tokenizer_beside(adapter))
     bare, _ = FastLanguageModel.from_pretrained(model, max_seq_length=context, **options)
@@ -83,7 +82,7 @@ def play(
 
 
 def against(played: Play, recipe: str) -> Play:
-    """Return the recipe's `played` with a person as the environment's `opponent`; ValueError if it has none."""
+    """Return `played` with a person as the opponent; ValueError if its environment has no attribute `opponent`."""
     factory = played.environment
     if not callable(factory) or not hasattr(factory(), "opponent"):
         raise ValueError(f"in {recipe!r} nobody plays against the model: its environment has no attribute `opponent` "
@@ -98,7 +97,6 @@ def against(played: Play, recipe: str) -> Play:
 
 
 def answer_to(told: str) -> str:
-    """Show the person what the opponent sees, and return the typed answer."""
     say("environment", told)
     return ask()
 
@@ -119,7 +117,6 @@ def say(who: str, text: str) -> None:
 
 
 def ended(who: str, rollout: Rollout, right: bool | None) -> str:
-    """Return a line on the result of an episode: verdict, turns, reward and ending."""
     paid = sum(turn.reward or 0.0 for turn in rollout.turns)
     verdict = {True: "solved it", False: "did not solve it", None: "was not judged"}[right]
     turns = f"{len(rollout.turns)} turn{'' if len(rollout.turns) == 1 else 's'}"

@@ -1,5 +1,4 @@
-"""`lowmem-grpo run`: runs a recipe or recipe file, lists recipes, or shows their options. `report`: a report page.
-`submit`, `jobs`, `logs`, `cancel` and `resume`: commands for the job queue of a server."""
+"""`lowmem-grpo run`, `report`, and the commands for a server's jobs: `submit`, `jobs`, `logs`, `cancel`, `resume`."""
 
 import json
 import re

@@ -101,7 +101,6 @@ def serve(
 
 
 def client_name(model: str) -> str:
-    """Return the line that tells users of Tinker clients the model's name."""
     name = public_name(model)
     folder = (" (its name for clients of the Tinker protocol, who find its tokenizer there; recipes of tinker-cookbook "
               "do not know it, and need renderer_name=role_colon, or that of its family)")
@@ -145,7 +144,6 @@ def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
 
 
 def visible_name(host: str) -> str:
-    """Return the name under which programs on this machine reach a listening address."""
     return "127.0.0.1" if host == "0.0.0.0" else host
 
 

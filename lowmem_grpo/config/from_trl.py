@@ -1,9 +1,7 @@
-"""The settings and parameters that code written for TRL and transformers passes to a trainer, read into ours.
+"""Conversion of the settings and arguments that scripts for TRL and transformers pass to a trainer.
 
-Settings objects of other libraries are recognised by the name of their class, without an import. A field counts as set
-if it differs from that library's default; a set field that we lack is refused. Where defaults differ, we take theirs
-over (`TAKEN_OVER`) or keep ours (`DIFFERENT` says what happens). A parameter that only their trainers have goes into
-the settings if it is a setting here, is accepted if it has no effect, and is otherwise refused with a remedy.
+A field of such settings counts as set if it differs from its default in TRL or transformers. A set field that we lack
+is refused. For other fields we take that default over (`TAKEN_OVER`) or keep ours (`DIFFERENT`).
 """
 
 import inspect
@@ -73,7 +71,6 @@ def origin_of(settings: Any) -> Any:
 
 
 def known_as(cls: type) -> tuple[str, str]:
-    """Return the top-level package of a class and its name, as in ("trl", "GRPOConfig")."""
     return cls.__module__.partition(".")[0], cls.__name__
 
 
@@ -99,7 +96,7 @@ def plain(value: Any) -> Any:
 
 
 def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Settings:
-    """Return the settings updated with a trainer's further arguments `others`; raise an error for unsupported ones."""
+    """Return the settings with a trainer's further arguments `others`; TypeError or ValueError for unsupported ones."""
     kind = type(settings)
     options = {}
     for name, value in others.items():
@@ -114,8 +111,8 @@ def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Setti
 
 
 def with_names(placed: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:
-    """Return SFTTrainer's arguments `named`, filled in with the positional ones in `placed`. These are in TRL's order
-    if the first is None or settings, and otherwise in ours. TypeError for too many, or for one that is passed twice."""
+    """Return SFTTrainer's arguments `named`, filled in with the positional arguments `placed`, which are in TRL's order
+    if the first is None or settings, else in ours. TypeError for too many arguments, or for one passed twice."""
     first = placed[0] if placed else ()
     order = TRLS_ORDER if first is None or isinstance(first, TrainSettings) or origin_of(first) else OUR_ORDER
     if len(placed) > len(order):
@@ -143,7 +140,6 @@ def only_pads(collator: Any) -> bool:
 
 
 def check_model(model: Any, trainer: type) -> None:
-    """Raise TypeError if a trainer was given no model."""
     if model is None:
         raise TypeError(f"{trainer.__name__} needs model: what FastLanguageModel.get_peft_model returned, a model of "
                         'transformers or of PEFT, or a name, such as "Qwen/Qwen2.5-1.5B-Instruct" or "tiny"')

@@ -128,7 +128,6 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         TrainSettings.__post_init__(self)
 
     def check_combinations(self) -> None:
-        """Raise ValueError for settings that contradict each other; no setting is changed silently."""
         super().check_combinations()
         self.take_generation_size()
         self.check_step()
@@ -148,7 +147,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         self.check_sampling_params()
 
     def check_step(self) -> None:
-        """Raise ValueError if settings that may differ by step contradict each other or the other settings."""
+        """Raise ValueError if settings that may differ from step to step contradict each other or other settings."""
         self.check_loss_options()
         self.check_advantage_options()
         self.check_credit()
@@ -174,7 +173,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         self.steps_per_generation, self.generation_batch_size = size // batch, None
 
     def check_credit(self) -> None:
-        """Raise ValueError if `turn_discount` is set, but the advantages do not compare turns with the group's mean."""
+        """Raise ValueError if `turn_discount` is set, and the advantages do not compare turns with the group's mean."""
         name = self.advantage_estimator
         if self.multi_objective_aggregation == "normalize_then_sum":
             name = "normalize_then_sum (GDPO)"
@@ -202,7 +201,6 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
 
     @property
     def reward_limit(self) -> float:
-        """`reward_timeout` in seconds, infinity for None."""
         return math.inf if self.reward_timeout is None else self.reward_timeout
 
     @property
@@ -222,7 +220,6 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         return self.optimizer_steps_per_generation * self.num_iterations
 
     def total_steps(self, rows: int | None) -> int:
-        """Return the optimizer steps of a whole run on a dataset of `rows` rows."""
         if self.max_steps > 0:
             return self.max_steps
         if rows is None:
@@ -269,7 +266,7 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         return doubts
 
     def sampling(self, seed: int | None, n: int | None = None) -> SamplingParams:
-        """Return the sampling parameters of a prompt's completions, with this seed."""
+        """Return the sampling parameters of a prompt's completions, with this seed and `n` completions."""
         own = SamplingParams(top_p=self.top_p, top_k=self.top_k, min_p=0.0 if self.min_p is None else self.min_p)
         chosen = {name: getattr(own, name) for name, usual in GRPO_DEFAULTS.items() if getattr(self, name) != usual}
         return replace(self.vllm_sampling_params or own, n=n or self.num_generations, seed=seed,

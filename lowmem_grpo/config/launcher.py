@@ -1,5 +1,4 @@
-"""`Place`: this process's rank among a run's processes, as torchrun and accelerate's launchers set it, and the CPU
-cores that other programs leave free. torch is imported only to set its threads."""
+"""This process's rank among a run's processes, and the number of CPU cores that other programs leave free."""
 
 import json
 import logging
@@ -41,7 +40,7 @@ class Place:
 
 
 def this_place() -> Place:
-    """Return this process's place from the launcher's variables; ValueError if these do not fit together."""
+    """Return this process's place from torchrun's environment variables; ValueError if they contradict each other."""
     variables = {name: os.environ[name] for name in NAMES if name in os.environ}
     if variables.get("WORLD_SIZE", "1") == "1":
         return Place()
@@ -94,14 +93,13 @@ class ProcessArguments:
 
 
 def one_process(what: str) -> None:
-    """Raise ValueError if the run has several processes, as `what` needs one."""
+    """Raise ValueError, which says that `what` needs one process, if the run has several processes."""
     if (place := this_place()).count > 1:
         raise ValueError(f"{what} needs one process, and this is rank {place.rank} of {place.count}: start it without "
                          "torchrun")
 
 
 def own_device(cards: int) -> str:
-    """Return this process's device if it sees `cards` cards: the card of its local number, or "cpu" without cards."""
     return f"cuda:{this_place().local % cards}" if cards else "cpu"
 
 
@@ -129,7 +127,7 @@ def used_by_others() -> tuple[float, float]:
 
 
 def leave_busy_cores(before: tuple[float, float]) -> None:
-    """Use fewer threads if other programs kept cores busy since `before`, unless the user set a number."""
+    """Use fewer threads if other programs kept cores busy since `before`, unless the user set OMP_NUM_THREADS."""
     if not STAT.is_file() or any(name in os.environ for name in THREADS) or torch.cuda.is_available():
         return
     seconds, computed = (now - then for now, then in zip(used_by_others(), before, strict=True))
@@ -142,8 +140,8 @@ def leave_busy_cores(before: tuple[float, float]) -> None:
 
 
 def balanced(things: Sequence[T], cost: Callable[[T], float], ranks: int) -> list[list[T]]:
-    """Divide the things into one part per rank, each in the original order. The most expensive thing is assigned first,
-    always to the rank with the lowest cost so far. So the largest part costs at most 4/3 of the optimum."""
+    """Divide the things into one part per rank, each in the original order: the most expensive thing first, always to
+    the rank with the lowest cost so far. So the largest part costs at most 4/3 of the optimum."""
     costs = [cost(thing) for thing in things]
     parts: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks

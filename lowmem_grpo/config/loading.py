@@ -1,6 +1,5 @@
-"""The handling of options that Unsloth's loaders have and ours lack: which values are accepted, since they change
-nothing here, and which are refused. Also the choice of engine and device. Supported options are parameters of
-`loader.FastLanguageModel`. This module needs no library, so wrong values are refused before torch is imported."""
+"""Options of Unsloth's loaders that ours lack, and the choice of weights, engine and device. This module needs no
+library, so wrong values are refused before torch is imported."""
 
 import re
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ def one_dtype(dtype: Any, torch_dtype: Any) -> Any:
 
 
 def form_of_weights(load_in_4bit: bool | None, load_in_16bit: bool, load_in_fp8: bool | str | None) -> str:
-    """Return the form of weights that the options select, NF4 by default; ValueError if they select several."""
+    """Return the format of the weights (NF4, 16 bits or FP8) that the options select; ValueError for several."""
     if load_in_fp8 not in (None, False, True, "block"):
         raise ValueError(f'load_in_fp8 is {load_in_fp8!r}; it must be True (a scale for each row), "block" (one for '
                          "128 x 128 weights) or False")
@@ -154,13 +153,12 @@ class EngineSettings:
 
 
 def check_engine(fast_inference: bool | str) -> None:
-    """Raise ValueError for an unknown engine."""
     if fast_inference not in ENGINES:
         raise ValueError(f'fast_inference is {fast_inference!r}; allowed are True, False, "transformers" and "vllm"')
 
 
 def named_device(device: str | None, device_map: Any) -> str | None:
-    """Return the device that the options name, or None if they name none; ValueError for several or unknown devices."""
+    """Return the device that the options name, or None without one; ValueError for several or unknown devices."""
     if isinstance(device_map, dict):
         places = {str(place) for place in device_map.values()}
         if len(places) != 1:

@@ -1,5 +1,4 @@
-"""Sampling parameters under vLLM's names, also read from vLLM's own class; and fields of GRPOConfig about sampling:
-episodes of several turns, strategies that choose the groups of an update, and training while sampling."""
+"""Sampling parameters under vLLM's names, and the fields of GRPOConfig about episodes and the choice of groups."""
 
 import random
 import sys
@@ -199,8 +198,8 @@ class EpisodeSettings:
 
 @dataclass(kw_only=True)
 class StrategySettings:
-    """Options that choose the groups of an update and when they are trained; none of these is in TRL. The number of
-    steps and of groups in a step stays the same. Some options use up rows faster, and `epoch` counts the rows used."""
+    """Options that choose the groups of an update and when they are trained; none of these is in TRL. Some options use
+    up rows faster, and `epoch` counts the rows used."""
 
     dynamic_sampling_rounds: int = 0
     """Maximum extra sampling rounds per step, which replace groups without signal; 0 turns it off."""
@@ -226,7 +225,6 @@ class StrategySettings:
         self.check_replay()
 
     def check_replay(self) -> None:
-        """Raise ValueError for a `replay_max_age` without replay."""
         if self.replay_max_age is not None and not self.replay_buffer_size:
             raise ValueError(f"replay_max_age is {self.replay_max_age}, and nothing is replayed: set "
                              "replay_buffer_size, or leave replay_max_age out")
@@ -244,8 +242,7 @@ class StrategySettings:
 
 
 def needs(config: Any) -> dict[str, tuple[Any, ...]]:
-    """Return, by field, the values that `train_while_sampling` allows: a group is trained before the others are
-    sampled, so its gradient must not depend on them."""
+    """Return, by field, the values with which a group's gradient does not depend on groups that are sampled later."""
     once = {"num_iterations": (1,), "steps_per_generation": (None, *range(1, config.gradient_accumulation_steps + 1)),
             "dynamic_sampling_rounds": (0,), "replay_buffer_size": (0,), "top_entropy_quantile": (1.0,),
             "entropy_coef": (0.0,), "use_adaptive_entropy": (False,), "scale_rewards": ("group", "none", None),

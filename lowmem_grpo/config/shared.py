@@ -187,7 +187,7 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         self.check_combinations()
 
     def check_combinations(self) -> None:
-        """Raise ValueError for settings that contradict each other; no setting is changed silently."""
+        """Raise ValueError for settings that contradict each other."""
         for sink in self.report_to:
             if sink not in SINKS:
                 raise ValueError(f"report_to names {sink!r}; allowed are {', '.join(SINKS)}")

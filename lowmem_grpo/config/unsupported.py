@@ -49,13 +49,12 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Harmless(Fixed):
-    """An option that is an object or dict of options. Those in `free` may have any value, others only the default."""
+    """An option whose value is an object or dict. Entries in `free` may have any value, others only the default."""
 
     free: tuple[str, ...] = ()
     usual: tuple[tuple[str, Any], ...] = ()
 
     def accepts(self, name: str, value: Any) -> bool:
-        """Return whether all options that are not in `free` have their defaults."""
         options, usual = value.to_dict() if hasattr(value, "to_dict") else value or {}, dict(self.usual)
         return isinstance(options, Mapping) and all(key in self.free or (key in usual and usual[key] == setting)
                                                   for key, setting in options.items())
@@ -65,7 +64,7 @@ Table = dict[str, Fixed]
 
 
 def at_default(advice: str, *names: str, also: tuple[Any, ...] = ()) -> Table:
-    """Return options of transformers that must keep their defaults; `also` are other values of the same meaning."""
+    """Return a table of transformers' options that must keep their defaults; `also` are values of the same meaning."""
     return {name: Fixed(advice, also, at_default=True) for name in names}
 
 
@@ -80,12 +79,10 @@ def off(advice: str, *names: str, also: tuple[Any, ...] = ()) -> Table:
 
 
 def any_value(*names: str, usual: Any = None) -> Table:
-    """Return a table of options that change nothing here, whatever their value."""
     return {name: Fixed("", (usual,), any_value=True) for name in names}
 
 
 def is_off(value: Any) -> bool:
-    """Return whether a value asks for nothing: None, False, or an empty text or collection."""
     return value is None or value is False or (isinstance(value, (dict, list, tuple, set, str)) and not value)
 
 
@@ -211,13 +208,11 @@ OF_GRPO: Table = EVERY_TRAINER | {
 
 
 def field_names(cls: Any) -> set[str]:
-    """Return the names of a dataclass's fields."""
     return {field.name for field in fields(cls)}
 
 
 class CheckedCall(type):
-    """Makes `GRPOConfig(...)` refuse unknown options by name, with what to do instead, before the dataclass sees them.
-    A class may replace the tables `unsupported` and `renamed`."""
+    """A metaclass: the constructors of its classes refuse unknown options, with what to use instead."""
 
     unsupported: Table = OF_GRPO
     renamed: dict[str, str] = RENAMED

@@ -2,10 +2,9 @@
 
     trainer = use_lowmem_kernels()(model=model, reward_funcs=reward, args=GRPOConfig(...), train_dataset=dataset)
 
-All of TRL's log-probabilities and entropies, of the policy, the old policy and the reference, come from one method,
-`_get_per_token_logps_and_entropies`. The subclass overrides it: the model's backbone computes the hidden states of the
-same padded batch, and the kernel takes the hidden states of completion tokens. As in TRL, padding after a completion
-gets 0. The method is private, so `TRL` names the versions that the override was checked on."""
+TRL computes all log-probabilities and entropies in a private method, `_get_per_token_logps_and_entropies`. The subclass
+overrides this method: the kernel takes the hidden states of the completion tokens. `TRL` names the versions on which
+the override was checked."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,11 +26,11 @@ OVERRIDDEN = "_get_per_token_logps_and_entropies"
 
 
 def use_lowmem_kernels(trainer_class: type | None = None) -> type:
-    """Return a subclass of TRL's GRPOTrainer, or of a given subclass of it, that never holds logits (tokens, vocab).
+    """Return a subclass of TRL's GRPOTrainer, or of `trainer_class`, that never holds logits (tokens, vocab).
 
-    The subclass takes the same arguments. Raises ImportError for a version of TRL outside `TRL`, TypeError for a class
-    that is no subclass of trl.GRPOTrainer, and ValueError for one that overrides the log-probabilities itself. Its
-    constructor raises ValueError, with the remedy, for unsupported settings: see `refused`."""
+    ImportError for a version of TRL outside `TRL`; TypeError for a class that is no subclass of trl.GRPOTrainer;
+    ValueError for a class that overrides the log-probabilities itself. The constructor of the subclass raises
+    ValueError, with the remedy, for unsupported settings."""
     check_version(trl.__version__)
     trainer_class = trl.GRPOTrainer if trainer_class is None else trainer_class
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, trl.GRPOTrainer)):
@@ -43,7 +42,6 @@ def use_lowmem_kernels(trainer_class: type | None = None) -> type:
 
 
 def check_version(version: str) -> None:
-    """Raise ImportError for a version of TRL that was not checked."""
     if version not in SpecifierSet(TRL):
         raise ImportError(f"trl is {version}; allowed is {TRL}, on which the overridden method was checked. "
                           f"pip install 'trl{TRL}'")
@@ -99,12 +97,11 @@ class LogprobsWithoutLogits:
 
 
 def base_of(model: Any) -> Any:
-    """Return the transformers model inside a PeftModel, LoRA layers included; other models as they are."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def linear_of(head: Any) -> nn.Linear:
-    """Return the active output head: with modules_to_save, that is the adapter's own head, unless the adapter is off.
+    """Return the active output head, which with modules_to_save is the adapter's own head if the adapter is on.
     ValueError if it is not a plain torch.nn.Linear."""
     if isinstance(head, ModulesToSaveWrapper):
         off = head.disable_adapters or not head.active_adapters
@@ -138,7 +135,7 @@ def refused(trainer: Any) -> Iterator[str]:
 
 
 def refused_adapters(adapters: dict[str, Any]) -> Iterator[str]:
-    """Yield the adapters that do more than replace layers inside the backbone, each with the remedy."""
+    """Yield the adapters that are not LoRA or need PEFT's own forward, each with the remedy."""
     for name, config in adapters.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":

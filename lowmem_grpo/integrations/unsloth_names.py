@@ -59,8 +59,8 @@ def refuse_name(name: str) -> None:
 
 
 def refused_class(name: str) -> type:
-    """Return a class of that name, so that scripts can import it: they import more than they use. Calling or
-    subclassing it raises UnsupportedError, with what to use instead."""
+    """Return a class of that name, since scripts import more than they use. Calling or subclassing it raises
+    UnsupportedError, with what to use instead."""
     def refuse(*_: Any, **__: Any) -> None:
         refuse_name(name)
 
@@ -68,10 +68,9 @@ def refused_class(name: str) -> type:
 
 
 def PatchFastRL(*args: Any, **kwargs: Any) -> None:  # noqa: N802 - Unsloth's name
-    """Do nothing: no trainer of another library is changed here; import GRPOTrainer from lowmem_grpo."""
+    """Do nothing: GRPOTrainer of lowmem_grpo needs no patch."""
     logger.info("PatchFastRL does nothing here: GRPOTrainer of lowmem_grpo needs no patch")
 
 
 def unsloth_train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return `trainer.train()`."""
     return trainer.train(*args, **kwargs)

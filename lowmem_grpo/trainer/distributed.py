@@ -1,7 +1,6 @@
-"""`Ranks`: the processes of a run over torch.distributed. Each process has the whole model and a card, and samples,
-scores and trains a share of a step's groups. Gradients are summed, so all processes hold the same state. The process
-groups are made here because vLLM makes the default group for its own process alone, and destroys it. `Heartbeat` finds
-lost ranks: torch alone cannot tell a rank that samples for ten minutes from a rank that was stopped."""
+"""The ranks (processes) of a run, over torch.distributed. Each rank has the whole model, and samples, scores and trains
+a share of each step's rollouts. The process groups are made here because vLLM makes the default group for its own
+process alone, and destroys it."""
 
 import atexit
 import json
@@ -39,13 +38,13 @@ GOOD = "The last checkpoint is good; start all of them again to go on from it"
 
 
 class RankError(RuntimeError):
-    """Another process failed, cannot be reached, or called a different collective operation. The message says which."""
+    """Another rank failed, cannot be reached, or called a different collective operation."""
 
 
 class Heartbeat:
-    """Writes a beat to the store every second, in a thread, and reads the other ranks' beats. So the ranks wait for a
-    slow rank however long it takes, but an error names a rank that was killed, was stopped or cannot be reached. Only
-    the thread calls the store: if the store's process (first rank or launcher) is stopped, calls never return."""
+    """A thread that writes this rank's heartbeat to torch's store and reads the other ranks' heartbeats. A rank without
+    a heartbeat for `patience` seconds is lost; a rank that is only slow is waited for. Only this thread calls the
+    store, as calls never return if the process that holds the store was stopped."""
 
     def __init__(self, store: Any, place: Place, beat: float = BEAT, patience: float = PATIENCE) -> None:
         self.store, self.place, self.beat, self.patience = store, place, beat, patience
@@ -57,12 +56,12 @@ class Heartbeat:
         atexit.register(self.close)  # a thread inside torch at interpreter exit would abort the process
 
     def close(self, limit: float | None = None) -> None:
-        """Stop the beats. Then wait for the thread, for at most `limit` seconds (None: `patience` seconds)."""
+        """Stop the thread, and wait for its end for at most `limit` seconds (None: `patience` seconds)."""
         self.ended.set()
         self.thread.join(limit or self.patience)
 
     def run(self) -> None:
-        """Send beats until `close` is called or a rank fails. After a failure, tell the other ranks the reason."""
+        """Write heartbeats until `close` is called or a rank fails. After a failure, write its reason to the store."""
         with suppress(RuntimeError):  # the store has ended, with the process that holds it
             while not self.ended.wait(self.beat) and not self.broken:
                 self.exchange()
@@ -74,7 +73,7 @@ class Heartbeat:
                 left = self.store.add("left", 0)
 
     def exchange(self) -> None:
-        """Write this rank's beat, and read all ranks' beats. If a rank has failed, read the reason too."""
+        """Write this rank's heartbeat, and read all ranks' heartbeats and the reason of a failure."""
         beats = [self.store.add(f"beat/{rank}", int(rank == self.place.rank)) for rank in range(self.place.count)]
         now = time.monotonic()
         self.seen = [old if old[0] == beat else (beat, now) for old, beat in zip(self.seen, beats, strict=True)]
@@ -84,30 +83,28 @@ class Heartbeat:
         self.answered = now
 
     def missing(self, rank: int) -> str:
-        """Return the message for a lost rank."""
         return (f"rank {rank} is lost: no sign of life for {self.patience:.0f} s while rank {self.place.rank} waits "
                 f"for it. Its process was killed or hangs, or its machine cannot be reached. {GOOD}")
 
     def check(self, began: float) -> None:
-        """Raise RankError if a rank failed or is lost, or if the store was silent for too long since `began`."""
+        """Raise RankError if a rank failed or is lost, or if the store has been silent too long since time `began`."""
         if not self.broken and time.monotonic() - max(began, self.answered) > self.patience + self.beat:
             self.broken = self.missing(0)
         if self.broken or self.ended.is_set():
             raise RankError(self.broken or "the ranks have parted already")
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank fails, unless the error came from them."""
+        """Report `error` to the other ranks, unless another rank caused it."""
         if not isinstance(error, RankError) and not self.broken:
             self.broken = f"rank {self.place.rank} has failed: {type(error).__name__}: {error}"[:LONGEST]
             self.close(2 * LAST)
 
 
 class Ranks:
-    """The collective operations of a run's processes. All processes must call the same operations in the same order,
-    or RankError is raised. With a single process nothing is exchanged."""
+    """The collective operations of a run. RankError if the ranks do not call the same operations in the same order."""
 
     def __init__(self, place: Place | None = None, store: Any = None, **pace: float) -> None:
-        """`store` is torch's store, which all processes can reach; `pace` has the arguments of `Heartbeat`."""
+        """`store` is a store of torch.distributed; `pace` has the arguments `beat` and `patience` of `Heartbeat`."""
         self.place = place or Place()
         self.rank, self.count, self.leads, self.here = self.place.rank, self.place.count, self.place.leads, 1
         self.slow: dict[int, int] = {}  # steps in a row in which a rank was slow
@@ -122,11 +119,11 @@ class Ranks:
             self.here = machines.count(machines[self.rank])
 
     def mine(self, things: Sequence[T], cost: Callable[[T], float]) -> list[T]:
-        """Return this rank's part of `things`, in order. All ranks pass the same `things`; parts have similar costs."""
+        """Return this rank's share of `things`, which are the same in all ranks; the shares have similar costs."""
         return list(things) if self.count == 1 else balanced(things, cost, self.count)[self.rank]
 
     def gather(self, what: str, own: T) -> list[T]:
-        """Return each process's `own`, in rank order. The values travel as pickles, and errors name the call `what`."""
+        """Return each rank's value `own` (pickled), in rank order. Error messages name the operation `what`."""
         if self.count == 1:
             return [own]
         data = pickle.dumps(own)
@@ -139,7 +136,7 @@ class Ranks:
         return self.gather(what, make() if self.leads else None)[0]  # type: ignore[return-value] # it made one
 
     def meet(self, what: str, size: int = 0) -> list[int]:
-        """Wait until all processes make the call named `what`; then any may exit. Return each process's `size`."""
+        """Wait until all ranks have reached the operation `what`, and return each rank's `size`."""
         if self.count == 1:
             return [size]
         began, what = time.monotonic(), what[:NAME]
@@ -162,7 +159,7 @@ class Ranks:
         return [part.numpy().tobytes() for part in held]
 
     def finish(self, what: str, work: Any) -> None:
-        """Wait for a transfer. If it breaks off, raise RankError, with the reason if a heartbeat learns it in time."""
+        """Wait for the transfer `work`. RankError if the transfer breaks off, with the reason if it is known."""
         began = time.monotonic()
         try:
             while not work.is_completed():
@@ -207,8 +204,7 @@ class Ranks:
                 parameter.grad.copy_(view.view_as(parameter))
 
     def choose_group(self, device: torch.device) -> torch.device:
-        """Choose, in the first call, the group that sums gradients: NCCL if each process has its own GPU, else Gloo.
-        Return the device on which it sums."""
+        """Return the device that sums gradients. The first call takes NCCL if each rank has its own GPU, else Gloo."""
         if self.card_group is None:
             cards = self.gather("their cards", card_of(device))
             self.card_group = self.group
@@ -228,7 +224,7 @@ class Ranks:
         return {f"ranks/{rank}/{name}": value for rank, part in enumerate(told) for name, value in part.items()}
 
     def warn_of_slow(self, busy: list[float]) -> None:
-        """Warn of each rank that is slower than the others for several steps in a row, once for each rank."""
+        """Warn once of each rank that is slower than the others for STEPS steps in a row."""
         for rank, seconds in enumerate(busy):
             others = median(busy[:rank] + busy[rank + 1 :])
             steps = self.slow.get(rank, 0)
@@ -256,13 +252,12 @@ class Ranks:
 
 
 def ranks() -> Ranks:
-    """Return the ranks of this run. The first call joins them, and raises ValueError or RankError if that fails."""
+    """Return the run's ranks. The first call waits for all ranks; RankError or ValueError if they cannot be joined."""
     return joined(this_place())
 
 
 @cache
 def joined(place: Place) -> Ranks:
-    """Wait until all processes of this launch have joined, and return the ranks. RankError if some do not join."""
     if place.count == 1:
         return Ranks(place)
     try:
@@ -276,10 +271,9 @@ def joined(place: Place) -> Ranks:
 
 
 def part_of_start(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
-    """Return a part of the store that only this launch uses: a launcher that restarts the processes may keep the store,
-    with the old processes' keys. Each process sets a new random name, and the prefix is the list of all ranks' names.
-    Restart counts of torchrun cannot be the prefix, since they differ from machine to machine. TimeoutError, with the
-    missing ranks, if some do not join in time."""
+    """Return a part of the store that only this start of the ranks uses: a launcher that restarts them may keep the
+    store, with old keys. Its prefix is made of a random name from each rank, since torchrun's restart counts differ
+    from machine to machine. TimeoutError, with the missing ranks, if some do not join in time."""
     keys, end = [f"name/{each}" for each in range(count)], time.monotonic() + timeout.total_seconds()
     store.set(keys[rank], uuid4().hex)
     while True:
@@ -295,5 +289,4 @@ def part_of_start(store: Any, rank: int, count: int, timeout: timedelta) -> Any:
 
 
 def card_of(device: torch.device) -> str | None:
-    """Return the UUID of a GPU; None for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""The methods of GRPO: sample, score, forward_backward, optim_step; `rollout` and `update`. The loop is in loop.py."""
+"""The trainers of GRPO and RLOO, with TRL's constructor. The training loop is in loop.py."""
 
 import inspect
 import math
@@ -32,7 +32,7 @@ OF_EPISODES = ("turns", "episodes", "tools", "other", "tokens", "groups")  # met
 
 
 class GRPOTrainer(Trainer):
-    """GRPO with TRL's constructor; `train()` loops over `rollout()` and `update(groups)`, records and saves."""
+    """GRPO with TRL's constructor. `train()` repeats `rollout()` and `update(groups)`, and saves checkpoints."""
 
     args: GRPOConfig
     parts: PolicyParts
@@ -48,9 +48,9 @@ class GRPOTrainer(Trainer):
         environment_factory: Any = None, engine: Engine | None = None, tokenizer: Any = None, parse: Any = None,
         **others: Any,
     ) -> None:
-        """The parameters are TRL's, in TRL's order, followed by two of our own: `engine`, a user-supplied engine, and
-        `parse`, which reads tool calls in a format that is not built in (see `Toolbox`). `tokenizer` is an older name
-        of `processing_class`. `others` may be settings; any other name is refused."""
+        """The parameters are TRL's, in TRL's order, and two of our own: `engine`, the caller's rollout engine, and
+        `parse`, a parser of tool calls in a format that is not built in (see `Toolbox`). `tokenizer` is an older name
+        of `processing_class`. `others` are fields of GRPOConfig; any other name is refused."""
         check_model(model, type(self))
         config = taken_in(others, settings_of(args, self.settings), type(self))
         players = self.players = EpisodeSetup(config, tools, environment_factory, rollout_func, parse)
@@ -102,24 +102,22 @@ class GRPOTrainer(Trainer):
     def sample(
         self, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
     ) -> list[RolloutGroup]:
-        """Return `params.n` unscored rollouts of each prompt. Call `on_group` when all of a prompt's are ready."""
+        """Return `params.n` unscored rollouts of each prompt; call `on_group` when a prompt's rollouts are complete."""
         return self.sampler.sample(prompts, params, on_group)
 
     def renew_engine(self) -> None:
-        """Get the model's vLLM engine again: a process has only one, and another model may have used it."""
         self.sampler.renew()
 
     def score(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Set the rewards, their weighted sum and the advantage of every rollout; return the functions' metrics."""
+        """Set rewards and advantages of the rollouts, and return the reward functions' metrics."""
         return self.collector.score(groups, self.scoring.start_batch(groups))
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any],
         completion_ids_list: list[list[int]],
     ) -> torch.Tensor:
-        """Return the reward of each of R functions for each of N completions, (N, R) in float32, NaN for None. The name
-        and the arguments are TRL's (`inputs` are the rows, one per completion). If a subclass overrides this method,
-        the override is called once for all completions of a step, in place of the functions."""
+        """Return the rewards (N, R) of N completions by R functions, in float32, with NaN for None; `inputs` are the
+        rows. A subclass's override is called once per step, in place of the functions."""
         paid = self.scorer.call_rows(inputs, prompts, completions, completion_ids_list, self.state)
         columns = [[math.nan if reward is None else reward for reward in column] for column in paid]
         return torch.tensor(columns, dtype=torch.float32, device=self.policy.device).T
@@ -129,7 +127,6 @@ class GRPOTrainer(Trainer):
         return self.collector.collect()
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """Train on scored groups and return metrics. `at_most` limits the number of optimizer steps."""
         if self.overlap is None:
             return super().update(groups, at_most)
         with self.clock.phase("train"), self.overlap.gradient(groups) as begun:
@@ -137,7 +134,6 @@ class GRPOTrainer(Trainer):
         return metrics | self.overlap.metrics(begun, groups)
 
     def split_steps(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
-        """Split the groups of one generation into one list for each optimizer step."""
         size = self.args.prompts_per_step
         return [groups[start : start + size] for start in range(0, len(groups), size)]
 
@@ -150,7 +146,6 @@ class GRPOTrainer(Trainer):
         return self.collector.sampled
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Return the sampled groups' rewards, lengths and speed, measured and planned seconds, and memory use."""
         return {**self.collector.metrics(groups, self.clock.seconds["generate"]),
                 **super().measured(before, groups, timing)}
 
@@ -176,7 +171,6 @@ class GRPOTrainer(Trainer):
         return super().evaluation_names() | sure | ({"kl"} if self.args.beta else set())
 
     def may_measure(self, name: str) -> bool:
-        """Return whether an evaluation may have this metric; losses, environments and reward functions can add some."""
         return (super().may_measure(name) or name.partition("/")[0] in {*OF_LOSS, *OF_EPISODES} - {"kl"}
                 or any(logs(function) for function in self.scorer.funcs))
 
@@ -192,7 +186,7 @@ class GRPOTrainer(Trainer):
 
     @property
     def reward_weights(self) -> torch.Tensor:
-        """The weights of the rewards (R,), in order."""
+        """The weights of the reward functions (R,)."""
         return torch.tensor(self.scorer.weights)
 
     @property
@@ -208,14 +202,13 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def logs(function: Any) -> bool:
-    """Return whether a reward function takes `log_metric` or `log_extra`. For a callable object this is not checked:
-    the result is True."""
+    """Return whether a reward function takes `log_metric` or `log_extra`; True for a callable that is no function."""
     named = inspect.signature(function).parameters if inspect.isfunction(function) else ["log_metric"]
     return "log_metric" in named or "log_extra" in named
 
 
 def prompt_source(config: GRPOConfig, rows: Any, encoder: PromptEncoder) -> PromptSource:
-    """Return the source of a run's prompts; ValueError for a replay buffer on a stream, whose rows are read once."""
+    """Return the source of a run's prompts. ValueError for a replay buffer if the rows are a stream."""
     if config.replay_buffer_size and isinstance(rows, Stream):
         raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
                          "found again after a resume; leave it out, or pass a datasets.Dataset")

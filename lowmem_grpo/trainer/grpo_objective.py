@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class GRPOObjective(Objective):
-    """The objective of GRPO and its variants, chosen by a run's settings. `exact` is True if training passes have no
-    dropout: only then does the difference between their log-probabilities and the sampler's measure a mismatch."""
+    """The objective of GRPO and its variants, chosen by the settings. Without `exact` (training passes with dropout),
+    the mismatch of trainer and sampler is not measured."""
 
     def __init__(self, config: GRPOConfig, exact: bool = True) -> None:
         self.config, self.exact = config, exact
@@ -48,7 +48,6 @@ class GRPOObjective(Objective):
 
     @property
     def entropy_applied(self) -> float:
-        """The coefficient of the entropy bonus in this step."""
         return 0.0 if self.entropy is None else self.entropy.applied
 
     @property
@@ -56,13 +55,12 @@ class GRPOObjective(Objective):
         return LOSS_TYPES[self.config.loss_type].counts_generation
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        """Return the rollout fields to compute before the steps. A single step computes `old_logprobs` itself."""
         wanted = {"old_logprobs": optimizer_steps > 1, "ref_logprobs": self.config.beta != 0,
                   "entropy": self.config.top_entropy_quantile < 1}
         return tuple(name for name, needed in wanted.items() if needed)
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
-        """Turn the importance correction on for stale rollouts, or if earlier steps showed a sampler mismatch."""
+        """Turn the importance correction on or off; by default on for stale rollouts or a large sampler mismatch."""
         chosen = self.config.vllm_importance_sampling_correction
         self.stale = any(rollout.policy_version < policy_version or not all(turn.exact for turn in rollout.turns)
                          for rollout in rollouts)
@@ -95,18 +93,18 @@ class GRPOObjective(Objective):
                 put_kl_in_reward(rollouts, self.config.beta)
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Return the rollouts without failed episodes and, if the settings mask them, without truncated completions."""
+        """Return the rollouts except failed episodes and, with `mask_truncated_completions`, truncated completions."""
         masked = self.config.mask_truncated_completions
         return [rollout for rollout in rollouts
                 if not (rollout.failed or (masked and rollout.finish_reason == "length"))]
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Return the counted rollouts: with a KL term or an entropy bonus all, else those with nonzero advantage."""
+        """Return the counted rollouts with nonzero advantage, or all of them with a KL term or an entropy bonus."""
         everything = self.config.beta or self.entropy is not None
         return [rollout for rollout in self.counted(rollouts) if everything or rollout.has_signal]
 
     def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        """Return the `grpo_loss` of the batch, without its KL term if that is in the reward."""
+        """Return the `grpo_loss` of the batch, without its KL term if the advantages contain this term."""
         settings = replace(self.config, beta=0.0, kl_estimator=None) if self.config.kl_in_reward else self.config
         out = grpo_loss(logprobs, batch.at_trained(batch.advantages), batch.at_trained(batch.sequence_ids),
                         settings=settings, old_logprobs=at(batch, batch.old_logprobs),
@@ -132,7 +130,6 @@ class GRPOObjective(Objective):
         return self.correct_mismatch, self.stale, self.entropy_applied
 
     def rescaled(self, before: StepTotals, after: StepTotals) -> float:
-        """Return the factor by which each token's weight changes if the totals change from `before` to `after`."""
         first, second = (
             LOSS_TYPES[self.config.loss_type].weights(
                 torch.ones((), dtype=torch.float64),
@@ -142,7 +139,6 @@ class GRPOObjective(Objective):
         return float(second / first)
 
     def measured(self, reducer: Reducer) -> dict[str, float]:
-        """Return the step's metrics, with percentiles over its tokens, and the effective sample size as a share."""
         metrics = reducer.result()
         for name in ("ratio", "mismatch"):
             values = reducer.sampled(name)
@@ -171,5 +167,4 @@ class GRPOObjective(Objective):
 
 
 def at(batch: MicroBatch, values: Tensor | None) -> Tensor | None:
-    """Return the values (N,) of a tensor (T,) at the batch's trained tokens; None if `values` is None."""
     return None if values is None else batch.at_trained(values)

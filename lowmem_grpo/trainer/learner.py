@@ -1,4 +1,4 @@
-"""One optimizer step on rollouts: `forward_backward`, `optim_step`, and the rollouts' fields that both read."""
+"""`Learner`: the gradient of a step's rollouts, and the optimizer step."""
 
 import math
 import warnings
@@ -31,8 +31,8 @@ ROUNDING = 1e-5  # log-probabilities in float32 that differ by less are the same
 
 class Learner:
     """Owns the optimizer and the schedule; computes gradients from groups with advantages, and applies them. If memory
-    runs out, the work is undone and repeated in smaller micro-batches, with the same result. With several ranks each
-    rank trains its share of the groups, and the gradients are summed before they are clipped."""
+    runs out, the work is undone and repeated in smaller micro-batches. Each rank trains its share of the groups, and
+    the gradients are summed before they are clipped."""
 
     def __init__(
         self, policy: Policy, config: TrainSettings, objective: Objective, optimizer: torch.optim.Optimizer,
@@ -64,11 +64,11 @@ class Learner:
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that are trained now, by name. Some of the optimizer's parameters may be frozen for a time."""
+        """The trainable parameters by name. Some of the optimizer's parameters may be frozen for a time."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
-        """Set `fields` of this rank's rollouts from the current policy; `tell_fields` exchanges them between ranks."""
+        """Compute `fields`, such as "old_logprobs", of this rank's rollouts with the current policy."""
         random = RandomStates(self.policy.device)
         what = f"recomputing {' and '.join(fields)}"
         for rollout, *values in self.packer.run(what, self.mine(groups), self.limits, self.recompute, random.restore):
@@ -76,7 +76,7 @@ class Learner:
                 setattr(rollout, field, values[field == "entropy"])
 
     def tell_fields(self, groups: list[RolloutGroup], fields: tuple[str, ...]) -> None:
-        """Exchange the filled-in fields between ranks, so that each rank has the fields of all rollouts."""
+        """Exchange the values of `fields` between ranks, so that each rank has those of all rollouts."""
         if self.ranks.count == 1 or not fields:
             return
         rollouts = members(groups)
@@ -104,7 +104,7 @@ class Learner:
         return results
 
     def prepare(self, groups: list[RolloutGroup], optimizer_steps: int, policy_version: int = 0) -> None:
-        """Fill in the fields that this update needs; rollouts of an older version than `policy_version` are stale."""
+        """Compute the rollout fields that an update of `optimizer_steps` steps needs, such as `old_logprobs`."""
         self.objective.start_update(members(groups), policy_version)
         fields = self.objective.needed_before(optimizer_steps)
         rollouts = self.counted_groups(groups) if "entropy" in fields else self.trained_groups(groups)
@@ -134,7 +134,7 @@ class Learner:
         self.prepare_again = again if fields else None
 
     def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return copies of the groups without the rollouts that have no gradient. An unjudged group becomes empty."""
+        """Return copies of the groups with only the rollouts that have a gradient; none if rewards are missing."""
         return [replace(group, rollouts=[] if group.unjudged else self.objective.with_gradient(group.rollouts))
                 for group in groups]
 
@@ -153,9 +153,9 @@ class Learner:
     def forward_backward(
         self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: StepAccumulator | None = None
     ) -> dict[str, float]:
-        """Add the gradient of the step's loss to the adapter; return loss metrics over the trained tokens. Tokens
-        (unless `num_tokens` is given) and sequences are counted over all `groups`, so the gradient depends neither on
-        the split into micro-batches nor on rollouts left out. Groups in `begun` are trained already, and skipped."""
+        """Add the gradient of the step's loss to the adapter, and return loss metrics. The loss is divided by counts
+        over all `groups` (`num_tokens` replaces the count of tokens), so neither the split into micro-batches nor
+        rollouts without gradient change it. Groups in `begun` were trained while sampling, and are skipped."""
         trained = [] if self.guard.rewards(groups) else self.trained_groups(groups)
         totals, left = self.totals(groups, num_tokens), self.mine(trained)
         if begun is not None:
@@ -188,7 +188,7 @@ class Learner:
     def accumulate(
         self, batches: Iterator[MicroBatch], totals: StepTotals, begun: StepAccumulator | None = None
     ) -> StepAccumulator:
-        """Add each micro-batch's gradient to the adapter; return the sums over micro-batches, starting at `begun`."""
+        """Add the micro-batches' gradients to the adapter; return a copy of `begun` with their losses and metrics."""
         set_mode(self.policy.model, True)
         sums = StepAccumulator(self.policy.device) if begun is None else begun.copied()
         if not sums.count:
@@ -198,7 +198,7 @@ class Learner:
         return sums
 
     def add(self, batch: MicroBatch, totals: StepTotals, sums: StepAccumulator) -> None:
-        """Add the gradient of one micro-batch, which is on the device, and add its loss and metrics to `sums`."""
+        """Add the micro-batch's gradient to the adapter, and its loss and metrics to `sums`."""
         out = self.loss(batch, totals, sums.flags)
         self.scaler.scale(out.loss).backward()
         sums.add(batch, out)
@@ -243,8 +243,8 @@ class Learner:
             self.prepare_again = None
 
     def optim_step(self) -> dict[str, float]:
-        """Sum, clip, apply and clear the gradients. A step without gradients, or with NaN or infinity, is skipped.
-        Raise NonFiniteError, before the schedule advances, if `nonfinite_steps` steps in a row met such values."""
+        """Sum, clip, apply and clear the gradients; skip a step without gradients, or with NaN or infinity.
+        NonFiniteError after `nonfinite_steps` steps in a row with NaN or infinity."""
         if self.ranks.count > 1:
             self.ranks.sum_gradients([*self.trained.values()])
         parameters = {name: p for name, p in self.trained.items() if p.grad is not None}
@@ -272,9 +272,8 @@ class Learner:
         return metrics
 
     def apply(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Run the optimizer's step. If memory runs out, undo the step and repeat it once with all caches empty. If that
-        fails too, raise MemoryExhaustedError with parameters, state and gradients as they were. A step that allocates
-        nothing cannot run out of memory, so its state is not copied."""
+        """Run the optimizer's step. If memory runs out, undo the step, empty the caches and repeat it once. If memory
+        runs out again, undo the step and raise MemoryExhaustedError."""
         what, step = "the optimizer step", partial(self.scaler.step, self.optimizer)
         self.whole = False
         if not self.before.copy_state(parameters):

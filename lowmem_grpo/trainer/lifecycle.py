@@ -1,5 +1,4 @@
-"""The start of a run, fresh or from a checkpoint; the journal of its steps; and its end: finished, interrupted or
-failed."""
+"""The start and the end of a run, and the journal of its steps."""
 
 import logging
 import math
@@ -36,18 +35,17 @@ LAST = ("step", "epoch", "elapsed", "num_tokens", "policy_version", "data/skippe
 
 
 class Journal:
-    """Records the completions of every step and checks the alarms. Returns a line to log every `logging_steps` and at
-    the last step."""
+    """Records the completions of every step, checks the alarms, and collects metrics until a log line is due."""
 
     def __init__(
         self, state: TrainerState, records: RunRecords, settings: Any, alarms: Alarms | None = None, prints: bool = True
     ) -> None:
-        """`settings` are the settings of the run; `prints` is False in a process that prints nothing."""
+        """`prints` is False in a process that prints nothing."""
         self.state, self.records, self.settings, self.alarms = state, records, settings, alarms
         self.show_samples = prints and getattr(settings, "log_completions", False)
 
     def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
-        """Record one step's line, and the completions of `groups`; return the line to log, if one is due."""
+        """Record a step's metrics `line` and the completions of `groups`; return the line to log, if one is due."""
         if self.alarms is not None:
             line |= self.alarms.watch(line)
         if groups:
@@ -65,7 +63,7 @@ class Journal:
         return logged
 
     def flush(self) -> dict[str, Any] | None:
-        """Return the log line for the steps since the last one; None if there are none."""
+        """Return one log line for all steps since the last log line; None if there were no steps."""
         if not self.state.unlogged:
             return None
         last = self.state.unlogged[-1]
@@ -81,8 +79,8 @@ class Journal:
 
 
 def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[tuple[RolloutGroup, Rollout]]:
-    """Return completions to print. With `unique`, these are the best ones of the first `count` prompts (None: of all
-    prompts). Without it, they are the first `count` completions (None: the first prompt's best one)."""
+    """Return the completions to print. With `unique`, these are the best ones of the first `count` prompts (None: of
+    all prompts); else the first `count` completions (None: the best one of the first prompt)."""
     if count is not None and not unique:
         return [(group, rollout) for group in groups for rollout in group.rollouts][:count]
     return [(group, max(group.rollouts, key=lambda rollout: -math.inf if rollout.reward is None else rollout.reward))
@@ -90,8 +88,7 @@ def chosen(groups: list[RolloutGroup], count: int | None, unique: bool) -> list[
 
 
 class FirstSteps:
-    """A callback, with the methods of transformers' TrainerCallback, that warns about rewards after the first step and
-    prints the estimated time left after the second."""
+    """A callback that warns about rewards after the first step, and prints the estimated time left after the second."""
 
     def __init__(
         self, records: RunRecords, say: Callable[[str], None] | None = None, rewards: Mapping[str, float] | None = None
@@ -108,7 +105,6 @@ class FirstSteps:
     def on_step_end(
         self, args: Any, state: Any, control: Any, groups: list[RolloutGroup] | None = None, **kwargs: Any
     ) -> None:
-        """`groups` are the scored groups of this step."""
         self.seen += 1
         self.step_times.mark(state.global_step)
         if self.seen == 1 and groups and self.rewards and args.preflight:
@@ -120,7 +116,7 @@ class FirstSteps:
                 self.say(self.expectation(args, state, left))
 
     def expectation(self, args: Any, state: TrainerState, left: float) -> str:
-        """Return the line for the second step: the pace (without the first step, which warms up) and the time left."""
+        """Return a line with the time of a step (without the first), the time left, and the next checkpoint."""
         each = self.step_times.per_step or 0.0
         last = (state.unlogged or state.log_history or [{}])[-1]
         shares = ", ".join(f"{name} {last[key]:.0%}" for key, name in PHASES.items() if key in last)
@@ -139,7 +135,7 @@ TRAINED = ". The adapter is as earlier training left it: to begin with a fresh o
 
 @contextmanager
 def running(trainer: TrlApi, resume: bool | str | None) -> Iterator[None]:
-    """Lock the run's folder, and begin or resume the run; end it on exit. Summary and report say how the run ended."""
+    """Lock the run's folder, and begin or resume the run; on exit, end the run and record how it ended."""
     with owned(trainer.run_dir) if trainer.records.writes else nullcontext():
         start_run(trainer, resume)
         with failure_recorded(trainer):
@@ -193,21 +189,20 @@ def load_checkpoint(trainer: TrlApi, wanted: bool | str) -> bool:
 
 
 def known_run(trainer: TrlApi) -> tuple[dict[str, Any], bool]:
-    """Return the folder's summary, and whether it shows an unfinished run of this trainer that can be resumed."""
+    """Return the summary in the run's folder, and whether this trainer's own run stopped early and can be resumed."""
     known, state = trainer.records.known(), trainer.state
     mine = bool(trainer.began) and known.get("began") == trainer.began
     return known, mine and state.global_step < state.max_steps and bool(list_checkpoints(trainer.run_dir))
 
 
 def log_summary(trainer: TrlApi, seconds: float) -> None:
-    """Log the summary of a run that took `seconds`, as the last line of the history."""
     parameters = trainer.policy.base.num_parameters(exclude_embeddings=True)
     trainer.summary = summary(trainer.state, trainer.losses, trainer.samples_seen, seconds, parameters)
     trainer.log(trainer.summary)
 
 
 def end_run(trainer: TrlApi, status: str) -> None:
-    """Save the last checkpoint, and write the adapter and the summary; upload them if push_to_hub is set."""
+    """Write the last checkpoint, the adapter and the summary. Upload the adapter if push_to_hub is set."""
     if trainer.args.save_strategy != "no" or status == "interrupted":
         folder = trainer.save_state()
         if status == "interrupted":
@@ -260,7 +255,7 @@ def failure_recorded(trainer: TrlApi) -> Iterator[None]:
 
 @contextmanager
 def signals_after_steps(trainer: TrlApi) -> Iterator[None]:
-    """Let signals end the run only after a step. If the trainer does not sample, let the model's engine sleep."""
+    """Let signals end the run only after a step, and the model's engine sleep if the trainer does not sample."""
     engine = None if trainer.samples else trainer.model.loaded.keeper.kept
     if engine is not None:
         engine.sleep()

@@ -1,5 +1,4 @@
-"""The training loop that all trainers share: steps, records, checkpoints and listeners. A trainer defines
-`next_groups`, which returns the groups of an update, and `measured`, which returns the metrics to log for it."""
+"""The training loop that all trainers share: steps, records, checkpoints and callbacks."""
 
 import logging
 import math
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer(TrlApi):
-    """The base of all trainers of an adapter. Each step gets groups, trains on them, and records a line of metrics."""
+    """The base class of all trainers. Each step gets groups, trains on them, and records a line of metrics."""
 
     view_class: type[LiveView] = LiveView
     method: str | None = None  # the kind of training, in the summary
@@ -76,12 +75,11 @@ class Trainer(TrlApi):
         raise NotImplementedError
 
     def split_steps(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
-        """Return the groups of each optimizer step of an update."""
+        """Split the groups of an update into one list for each optimizer step."""
         return [groups]
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Return this trainer's own metrics for the optimizer steps after step `before`, which trained on `groups`.
-        These are the measured seconds and, if groups are sampled, the planned seconds and the memory use."""
+        """Return the metrics of the optimizer steps after step `before`, on `groups`: times and memory use."""
         if not self.samples:
             return timing
         updates, plan, planned = self.state.global_step - before, self.parts.planned_time, dict[str, float]()
@@ -105,7 +103,7 @@ class Trainer(TrlApi):
         return indexed_rows(dataset, parameter)
 
     def measure_evaluation(self, rows: Any) -> dict[str, float]:
-        """Return the metrics of one dataset."""
+        """Return the metrics of one evaluation dataset."""
         raise NotImplementedError
 
     def evaluation_names(self) -> set[str]:
@@ -119,14 +117,14 @@ class Trainer(TrlApi):
     # The verbs; each can be called on its own.
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """Train on these groups and return metrics. `at_most` limits the number of optimizer steps."""
+        """Train on `groups`, and return metrics. `at_most` limits the number of optimizer steps."""
         with self.clock.phase("train"):
             return self.make_steps(groups, at_most)
 
     def make_steps(
         self, groups: list[RolloutGroup], at_most: int | None, begun: StepAccumulator | None = None
     ) -> dict[str, float]:
-        """Run the optimizer steps of an update; the first one adds to a gradient that was `begun` while sampling."""
+        """Run the optimizer steps of an update; the first one continues a gradient `begun` while sampling."""
         if self.samples and self.policy.routed_layers and not self.said_unrouted:
             self.said_unrouted = say_unrouted(members(groups))
         parts = self.split_steps(groups)
@@ -144,7 +142,7 @@ class Trainer(TrlApi):
         return self.learner.forward_backward(groups)
 
     def optim_step(self) -> dict[str, float]:
-        """Apply the gradients; update the KL reference if sync_ref_model says so. Return norm and learning rate."""
+        """Apply the gradients and, if due, move the KL reference. Return the gradient norm and the learning rate."""
         self.notify("on_pre_optimizer_step")
         metrics = self.learner.optim_step()
         self.state.global_step += 1
@@ -159,8 +157,8 @@ class Trainer(TrlApi):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Return the metrics of `eval_dataset`, by default the trainer's own. Their names begin with the prefix, as in
-        transformers: `eval_loss`, or `eval_NAME_loss` for several datasets."""
+        """Return the metrics of `eval_dataset` (None: the dataset of the constructor). Their names begin with the
+        prefix, as in transformers: `eval_loss`, or `eval_NAME_loss` for several datasets."""
         return evaluate_sets(self, eval_dataset, metric_key_prefix)
 
     def save_state(self) -> Path:
@@ -170,17 +168,17 @@ class Trainer(TrlApi):
         return folder
 
     def preflight(self) -> list[Finding]:
-        """Return what would stop or spoil a run, errors first. Nothing is sampled, called or written."""
+        """Return the problems that would stop or spoil a run, errors first. Nothing is sampled or written."""
         return preflight(self)
 
     def check_before(self) -> None:
-        """Check that all ranks agree, then run preflight; raises PreflightError if that finds an error."""
+        """Raise ValueError if the ranks differ, or PreflightError if preflight finds an error."""
         self.check_unchanged()
         check_ranks_agree(self)
         self.ranks.first("preflight", partial(before_training, self))
 
     def check_unchanged(self) -> None:
-        """Raise ValueError if a setting that is read only at construction has changed since then."""
+        """Raise ValueError if a setting that takes effect only at construction was changed afterwards."""
         now, then = self.args.to_dict(), self.saver.settings
         if changed := [name for name in self.args.READ_ONCE if now[name] != then[name]]:
             told = "; ".join(f"args.{name} is {now[name]!r}, and was {then[name]!r}" for name in changed)
@@ -189,13 +187,13 @@ class Trainer(TrlApi):
     # The visible loop.
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Train up to `max_steps`, with records, checkpoints and listeners; PreflightError if preflight finds an error.
+        """Train up to `max_steps` steps. PreflightError if preflight finds an error.
 
-        `resume_from_checkpoint` is True for the newest good checkpoint of `output_dir`, or a checkpoint's folder.
-        Without it a new run begins, and an earlier run in `output_dir` moves to `output_dir/earlier`; but if this
-        trainer's own run stopped before its end, that run continues. On SIGTERM or SIGHUP the run saves, and then the
-        process ends by that signal. RunInUseError if another process is training into `output_dir`. With several
-        ranks, every rank calls `train`; RankError if another rank has failed.
+        `resume_from_checkpoint` is a checkpoint's folder, or True for the newest good checkpoint of `output_dir`. By
+        default a new run begins, and an earlier run in `output_dir` moves to `output_dir/earlier`; but a run of this
+        trainer that stopped early continues. On SIGTERM or SIGHUP the run saves, and then the process ends by that
+        signal. RunInUseError if another process trains into `output_dir`. All ranks must call `train`; RankError if
+        another rank fails.
         """
         with self.ranks.together():
             self.check_before()
@@ -219,7 +217,7 @@ class Trainer(TrlApi):
         return self.stops if self.ranks.count > 1 else self.interrupt.requested or self.control.should_training_stop
 
     def start_step(self) -> None:
-        """Begin a step, before its groups are sampled. Mark the state to which a failed step goes back."""
+        """Begin a step, before its groups are sampled, and record the state to restore if the step fails."""
         self.clock.restart()
         self.ranks.seed(self.args.seed, self.state.global_step)
         self.saver.mark()
@@ -246,7 +244,7 @@ class Trainer(TrlApi):
             self.save_state()
 
     def agree(self) -> None:
-        """Share each rank's signals and listeners' requests with all ranks. Later signals wait for the next call."""
+        """Tell all ranks which signals each rank has received, and what its callbacks have asked for."""
         asked = self.ranks.gather("what is asked for", (self.interrupt.got, self.control))
         signals = [got for got, _ in asked if got is not None]
         if signals:
@@ -256,7 +254,7 @@ class Trainer(TrlApi):
         self.stops = bool(signals) or self.control.should_training_stop
 
     def follow(self, epoch: int) -> None:
-        """End the epoch if a listener asked for it. Then notify the listeners if an epoch ended in this step."""
+        """End the epoch if a callback asked for it. Call the callbacks' epoch events if an epoch ended in this step."""
         if self.control.should_epoch_stop:
             self.control.should_epoch_stop = False
             self.source.end_epoch()
@@ -266,19 +264,19 @@ class Trainer(TrlApi):
             self.notify("on_epoch_begin")
 
     def due(self, before: int, epoch: int, every: int | None, strategy: str) -> bool:
-        """Return whether an epoch or the run ended (strategy "epoch"), or a multiple of `every` came since `before`."""
+        """Return whether `strategy` is due: an epoch or the run ended ("epoch"), or `every` steps passed ("steps")."""
         if strategy == "epoch":
             return int(self.state.epoch) > epoch or self.finished
         return strategy == "steps" and every is not None and self.state.global_step // every > before // every
 
     def notify(self, event: str, **details: Any) -> None:
-        """Notify the listeners, with the arguments that transformers' Trainer passes."""
+        """Call the callbacks' method `event` with the arguments that transformers' Trainer passes."""
         self.callbacks(event, self.args, self.state, self.control, model=self.model, processing_class=self.tokenizer,
                        optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler,
                        train_dataloader=NoLoader(), eval_dataloader=NoLoader(), **details)
 
     def record(self, before: int, metrics: dict[str, float], groups: list[RolloutGroup]) -> None:
-        """Write the metrics and completions of one step, and notify the listeners."""
+        """Write the completions of a step, and log a line of metrics if one is due."""
         timing, memory = self.clock.metrics(), peak_memory(self.policy.device)
         seconds = {f"{phase}_s": self.clock.seconds[phase] for phase in ("generate", "train")}
         self.state.elapsed += timing["step_time"]
@@ -290,7 +288,6 @@ class Trainer(TrlApi):
         self.log_line(self.journal.write(before, line, groups if self.samples else []))
 
     def log_line(self, line: dict[str, Any] | None) -> None:
-        """Log and record a line of metrics; do nothing for None, which means that no line is due."""
         if line is None:
             return
         try:

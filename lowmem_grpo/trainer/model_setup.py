@@ -1,5 +1,4 @@
-"""The models that a trainer accepts: our own, a model of transformers or PEFT, or a name. A model is prepared as our
-loader and `get_peft_model` would prepare it, or refused with the line of code that loads it."""
+"""The models that a trainer accepts: ours, those of transformers or PEFT, and names of models to load."""
 
 import copy
 import logging
@@ -68,7 +67,7 @@ class Brought:
         return self.moved(self.model) if has_lora else self.with_new_lora(self.loaded())
 
     def with_new_lora(self, model: BareModel) -> FastPeftModel:
-        """Return the model with a new LoRA, as peft_config describes it; without peft_config, with the default LoRA."""
+        """Return the model with a new LoRA, with the settings of peft_config or the default ones."""
         if self.peft_config is None:
             trained = FastLanguageModel.get_peft_model(
                 model, random_state=self.settings.seed, use_gradient_checkpointing=self.checkpointing)
@@ -94,11 +93,10 @@ class Brought:
 
     @property
     def checkpointing(self) -> bool | str:
-        """The `use_gradient_checkpointing` of the model: "auto", unless the settings turn it off."""
         return False if self.settings.gradient_checkpointing is False else "auto"
 
     def moved(self, model: PeftModel) -> FastPeftModel:
-        """Move a PEFT model's LoRA into our layers; return the new model. The caller's model shares these layers."""
+        """Return a model of our own around the base of a PEFT model, with its LoRA parameters (in 32 bits)."""
         config, factors = plain_lora(model)
         base: Any = model.get_base_model()
         check_base(base)
@@ -132,7 +130,7 @@ class Brought:
         return model
 
     def context(self, config: Any) -> int:
-        """Return the context in tokens: the setting's, or else max(2048, tokens needed); at most the model's limit."""
+        """Return the context in tokens: vllm_max_model_length, else what the run needs; at most the model's limit."""
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or CONTEXT
         wanted = getattr(self.settings, "vllm_max_model_length", None) or max(CONTEXT, self.tokens)
         return int(min(longest, wanted))
@@ -188,7 +186,7 @@ def stored_rows(name: str) -> int | None:
 
 
 def check_vocabulary(model: Any) -> None:
-    """Raise ValueError if the embedding was resized: an adapter lacks the new rows, and its folder would not load."""
+    """Raise ValueError if the embedding was resized, since an adapter cannot store the new rows."""
     stored, rows = model.loaded.vocabulary, len(model.inner.get_input_embeddings().weight)
     if stored not in (None, rows):
         raise ValueError(f"the model's embedding was resized from {stored} to {rows} rows, which a LoRA adapter cannot "

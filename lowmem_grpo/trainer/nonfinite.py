@@ -1,6 +1,5 @@
-"""The guard against NaN and infinity in rewards, log-probabilities and gradients. A step that meets such a value is
-skipped (adapter and optimizer stay, bit for bit), counted, and written to `nonfinite.jsonl`. The run stops after
-`nonfinite_steps` such steps in a row."""
+"""The guard against NaN and infinity in rewards, log-probabilities and gradients: a step with such a value is skipped,
+and the run stops after `nonfinite_steps` skipped steps in a row."""
 
 import logging
 import math
@@ -35,7 +34,7 @@ ADVICE = {
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row were skipped because of NaN or infinity. The last of these is not counted as a step."""
+    """Too many steps in a row were skipped because of NaN or infinity."""
 
 
 @dataclass
@@ -48,7 +47,7 @@ class BadRollout:
 
 
 class Flags:
-    """The rollouts of a training pass that met NaN or infinity. Flags stay on the device until `read` is called."""
+    """The rollouts with NaN or infinity in a training pass. Flags stay on the device until `read` is called."""
 
     def __init__(self) -> None:
         self.rollouts: list[Rollout] = []
@@ -57,7 +56,7 @@ class Flags:
 
     @torch.no_grad()
     def check_batch(self, batch: MicroBatch, logprobs: Tensor, loss: Tensor) -> None:
-        """Check log-probabilities (N,), the batch's FIELDS and the loss. If only the loss is bad, flag all rollouts."""
+        """Flag rollouts with NaN or infinity in log-probabilities (N,) or FIELDS; all if only the loss is bad."""
         fields, none = [getattr(batch, name) for name in FIELDS], torch.zeros_like(logprobs)
         rows = [logprobs, *(none if values is None else batch.at_trained(values) for values in fields)]
         wrong = torch.stack([values.isfinite().logical_not() for values in rows])
@@ -68,7 +67,7 @@ class Flags:
         self.rollouts += batch.rollouts
 
     def read(self) -> list[tuple[Rollout, list[str]]]:
-        """Return the bad rollouts, each with its CAUSES. Only this call waits for the device."""
+        """Return the bad rollouts, each with its CAUSES. Only this call synchronizes with the device."""
         if not self.tables:
             return self.known
         columns = torch.cat(self.tables, 1).gt(0).T.tolist()
@@ -77,9 +76,8 @@ class Flags:
 
 
 class Guard:
-    """Collects the bad rollouts of a step; when the step ends, counts and writes them, or stops the run. With fp16 and
-    a loss scale above 1, it is normal to skip a step for its gradients alone, so such a step is neither counted nor
-    written (`optimizer/skipped` shows it). A resumed run may write a step twice."""
+    """Collects a step's rollouts with NaN or infinity; then writes them to `nonfinite.jsonl` and counts the skipped
+    step, or stops the run. A step that is skipped only to lower the loss scale of fp16 is not counted."""
 
     def __init__(self, limit: int, state: TrainerState, records: RunRecords | None = None) -> None:
         """The run stops after `limit` skipped steps in a row. Without `records` nothing is written."""
@@ -89,7 +87,7 @@ class Guard:
         self.causes: list[str] = []  # why the latest steps in a row were skipped
 
     def rewards(self, groups: list[RolloutGroup]) -> bool:
-        """Return whether any reward of these groups is NaN or infinite. If so, the step needs no training pass."""
+        """Record the rollouts with a reward of NaN or infinity, and return whether there are any."""
         bad = [BadRollout(group, rollout, [f"reward {name}" for name in rollout.invalid_rewards])
                  for group in groups for rollout in group.rollouts if rollout.invalid_rewards]
         self.bad += bad
@@ -104,9 +102,8 @@ class Guard:
         return bool(bad)
 
     def judge(self, parameters: list[str], handled: bool = False) -> dict[str, float]:
-        """Count a finished step, and return its metrics. `parameters` are the names of the parameters whose gradients
-        were not finite; `handled` is True if the loss scale was lowered because of them. NonFiniteError if too many
-        steps in a row are skipped."""
+        """End a step, and return its metrics. `parameters` had NaN or infinity in the gradient; if `handled`, the loss
+        scale was lowered for that. NonFiniteError if too many steps in a row are skipped."""
         bad, groups = self.bad, self.groups
         self.bad, self.groups = [], []
         causes = sorted({what for entry in bad for what in entry.what})
@@ -141,7 +138,7 @@ class Guard:
         )
 
     def write(self, bad: list[BadRollout], parameters: list[str]) -> str:
-        """Append the rollouts to the file; return a phrase that says where they are, or why writing failed."""
+        """Append the rollouts to `nonfinite.jsonl`; return a phrase that says where they are, or why writing failed."""
         if self.records is None:
             return "they are not written anywhere"
         path = self.records.run_dir / FILE
@@ -154,7 +151,7 @@ class Guard:
 
 
 def lines(step: int, bad: list[BadRollout], parameters: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield a step's records: the first WRITTEN bad rollouts, and then the number of those left out, if any."""
+    """Yield a step's lines of `nonfinite.jsonl`: at most WRITTEN bad rollouts, and the number of the other ones."""
     for entry in bad[:WRITTEN]:
         group, rollout = entry.group, entry.rollout
         yield {"step": step, "what": ", ".join(entry.what), "prompt": prompt_text(group.row.get("prompt")),

@@ -22,7 +22,7 @@ PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter
 def own_or_made(
     optimizers: Any, parameters: list[nn.Parameter], config: TrainSettings, total_steps: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """Return the user's (optimizer, schedule), or make them from the settings; TypeError or ValueError if unfit."""
+    """Return the user's optimizer and schedule, or new ones from the settings. TypeError or ValueError if unusable."""
     if optimizers is None:
         optimizers = (None, None)
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
@@ -93,8 +93,8 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, tota
 
 
 def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, float]]:
-    """Return the norm of all gradients, on their device, and the norms to log: this norm, and the norm of each group. A
-    group is one adapted projection in all layers (`grad_norm/q_proj`). All norms are read from the device at once."""
+    """Return the norm of all gradients, on their device, and the norms to log as numbers: of all gradients, and of each
+    adapted projection over all layers (`grad_norm/q_proj`)."""
     groups: dict[str, list[Tensor]] = {"other": []}
     for name, parameter in parameters.items():
         match = PROJECTION.search(name)
@@ -107,11 +107,10 @@ def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[st
 
 
 class OptimizerCopy:
-    """Host copies of the parameters and their optimizer state, taken before each optimizer step, because a step that
-    breaks off may have updated only some parameters. All steps use the same buffer."""
+    """Host copies of the parameters and their optimizer state, to undo an optimizer step that breaks off halfway."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, each_step: bool) -> None:
-        """`each_step` is True if every step can run out of memory, not only the first, which allocates the states."""
+        """`each_step` is True if every step allocates memory, not only the first."""
         self.optimizer, self.each_step = optimizer, each_step
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.copied: list[tuple[Tensor, Tensor]] = []  # each tensor, and its view of the buffer
@@ -156,7 +155,7 @@ class OptimizerCopy:
 
 
 def wait_for_paged(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Wait for kernels that use paged states before the host reads them; without this, WSL would end the process."""
+    """Wait for kernels that use paged states, before the host reads the states; otherwise WSL would end the process."""
     if any(getattr(tensor, "is_paged", False) for tensor in tensors):
         for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
             torch.cuda.synchronize(device)

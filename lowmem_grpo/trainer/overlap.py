@@ -1,7 +1,6 @@
 """Training on complete groups while the last sequences of the step are still sampled. Nothing is off-policy, because
-the weights do not change before the optimizer step. The gradient is a sum over groups divided by a count; if the count
-is known only at the end, the gradient is rescaled then. If an input of the gradient changes, or the work fails, the
-gradient is dropped, and the step is made as without overlap."""
+the weights do not change before the optimizer step. If an input of the gradient changes, or the work fails, the
+gradient is dropped, and the step is trained as without overlap."""
 
 import logging
 import time
@@ -51,19 +50,19 @@ class OverlappedTraining:
         self.dropped = self.said_full = False  # True: this step's gradient was dropped; the lack of room was logged
 
     def start_step(self, prompts: list[Prompt], calls: RewardBatch) -> None:
-        """Start a step whose prompts are about to be sampled; `calls` scores their groups."""
+        """Begin a step, before its prompts are sampled; `calls` scores their groups."""
         self.drop()
         self.prompts, self.calls, self.waiting = prompts, calls, dict[int, RolloutGroup]()
         self.widest = self.steps = 0
         self.dropped = False
 
     def on_group(self, index: int, rollouts: list[Rollout]) -> None:
-        """Start scoring the rollouts of a prompt, all of which are complete."""
+        """Start scoring the complete rollouts of the prompt `index`."""
         self.calls.add_group(index, rollouts)
         self.waiting[index] = as_group(self.prompts[index], rollouts)
 
     def meanwhile(self, running: int) -> None:
-        """Train or submit a micro-batch between two decode steps; `running` is the number of running sequences."""
+        """Train a micro-batch, or submit it to the worker, between two decode steps of `running` sequences."""
         self.widest = max(self.widest, running)
         if self.dropped or not (self.worker or running <= TAIL * self.widest):
             return
@@ -85,13 +84,13 @@ class OverlappedTraining:
         self.join_worker()
 
     def join_worker(self) -> None:
-        """Wait for the worker's current micro-batch. The update trains those that the worker has not begun."""
+        """Wait for the worker's current micro-batch, and take back the micro-batches that it has not begun."""
         with self.dropping_on_error():
             self.batches.extendleft([batch for batch, job in reversed(self.jobs) if job.cancel()])
             self.collect_jobs(wait=True)
 
     def has_room(self) -> bool:
-        """Return whether a micro-batch fits beside the KV cache, within the planned peak of the larger phase."""
+        """Return whether a micro-batch fits beside the KV cache, within the planned peak of GPU memory."""
         device = self.policy.device
         if device.type != "cuda" or self.plan is None:
             return True
@@ -121,8 +120,8 @@ class OverlappedTraining:
         self.batches += pack(self.learner.trained_groups(ready), tokens, limits.sequences, limits.spread)
 
     def begin_gradient(self, count: int) -> StepAccumulator:
-        """Begin a gradient for prompts with `count` completions each. Store the conditions on which it may be used. The
-        loss is divided by guessed totals, because the step's tokens are known only once all groups are sampled."""
+        """Begin a gradient for prompts with `count` completions each. The loss is divided by guessed totals, because
+        the step's tokens are known only once all groups are sampled; `finish` rescales the gradient."""
         objective = self.learner.objective
         objective.start_update([], self.state.policy_version)
         self.policy.differing_routes()  # clears the counts of earlier passes
@@ -178,7 +177,7 @@ class OverlappedTraining:
 
     @contextmanager
     def dropping_on_error(self) -> Iterator[None]:
-        """On an error inside, drop the gradient. The update then trains all groups; an error that recurs is raised."""
+        """Drop the gradient after an error in this context; the update then trains all groups."""
         try:
             yield
             return
@@ -201,8 +200,7 @@ class OverlappedTraining:
 
     @contextmanager
     def gradient(self, groups: list[RolloutGroup]) -> Iterator[StepAccumulator | None]:
-        """Yield the gradient that the update continues from; None if nothing was trained while sampling, or if the
-        gradient is no longer valid. On exit no gradient is left, even after an error."""
+        """Yield the gradient that was computed while sampling (None without a valid one), and clear it on exit."""
         try:
             self.finish(groups)
             yield self.partial
@@ -212,7 +210,7 @@ class OverlappedTraining:
                 self.partial = None
 
     def finish(self, groups: list[RolloutGroup]) -> None:
-        """Train the remaining micro-batches and rescale to the step's totals; drop an invalid gradient."""
+        """Train the remaining micro-batches and rescale the gradient to the step's totals; drop an invalid gradient."""
         if self.partial is None:
             return
         objective = self.learner.objective

@@ -1,5 +1,4 @@
-"""The parts of a trainer, built before the trainer itself: the model, the learner with its objective, and the records.
-If groups are sampled, by the trainer or its caller, the parity check is a part too."""
+"""The parts of a trainer, built before the trainer itself: model, objective, learner and records."""
 
 import logging
 from collections.abc import Sequence
@@ -58,9 +57,8 @@ def bring_model(
     model: Any, args: TrainSettings, processing_class: Any = None, peft_config: Any = None,
     quantization_config: Any = None, tokens: int = 0, takes_prompts: bool = True,
 ) -> TrainedModel:
-    """Return the model to train: `model` is ours, one of transformers or PEFT, or a name to load. `tokens` is the
-    context that prompt and completion need, and `takes_prompts` is False if steps take no prompts from rows. TypeError
-    or ValueError, with the remedy, if the model cannot be trained as it is or with these settings."""
+    """Return the model to train: ours, one of transformers or PEFT, or a name to load. `tokens` is the context that a
+    row needs; `takes_prompts` is False if the caller samples. TypeError or ValueError for unusable models."""
     tokenizer, processes = tokenizer_of(processing_class), ranks()
     check_settings(args, processes.count, takes_prompts)
     if args.log_level != "passive":
@@ -106,7 +104,7 @@ def make_parts(
     trained: TrainedModel, args: TrainSettings, source: Any, objective: Objective, memory: RunMemory,
     peaks: PhasePeaks, optimizers: Any = (None, None),
 ) -> TrainerParts:
-    """Return the parts of a trainer on `source` with this objective; `peaks` measures the memory of each phase."""
+    """Return the parts that every trainer has; `peaks` measures the memory of each phase."""
     policy, processes = trained.policy, trained.ranks
     rows = None if isinstance(source.dataset, Stream) else len(source.dataset)
     state = TrainerState(
@@ -128,7 +126,7 @@ def make_parts(
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyParts(TrainerParts):
-    """The parts of a trainer whose groups are sampled."""
+    """The parts of a trainer whose groups are sampled, by the trainer or by its caller."""
 
     args: GRPOConfig
     objective: GRPOObjective

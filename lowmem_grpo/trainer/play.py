@@ -1,5 +1,4 @@
-"""Episodes of several turns. `EpisodeSetup` makes a trainer's encoder, rewards and player from its tools, environments
-or rollout function. `Play` plays episodes without training, for evaluations and for `lowmem-grpo eval`."""
+"""Episodes of several turns: their setup in a trainer, and `Play`, which plays them without training."""
 
 import inspect
 import re
@@ -34,7 +33,6 @@ TYPED = re.compile(r"[A-Za-z_]\w*\(.*\)")  # a tool call as a person types it
 
 
 def takes_two(function: Any) -> bool:
-    """Return whether this is a synchronous function that takes two arguments."""
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -45,7 +43,7 @@ def takes_two(function: Any) -> bool:
 
 
 class EpisodeSetup:
-    """Checks episode parameters before anything is loaded, and makes the encoder, rewards and player from them."""
+    """Checks the tools, environments or rollout function, and makes the trainer's encoder, rewards and player."""
 
     def __init__(
         self, config: GRPOConfig, tools: Any, environment_factory: Any, rollout_func: Any, parse: Any = None
@@ -117,8 +115,7 @@ class EpisodeSetup:
         return with_prompts(rows_of(dataset, "eval_dataset"))
 
     def encoder(self, inner: PromptEncoder) -> PromptEncoder:
-        """Return the encoder of rows to prompts. The encoder raises an error for a row if the chat template does not
-        render the run's tools."""
+        """Return the encoder of rows to prompts; with tools, it refuses a chat template that does not render tools."""
         if not self.plays:
             return inner
         self.specs = EnvSpecs(inner.tokenizer, self.tools, self.factories, self.config.max_tool_tokens,
@@ -147,7 +144,7 @@ class EpisodeSetup:
 
 
 def with_prompts(rows: Any) -> Any:
-    """Return the rows, each with a prompt; DataError for a stream."""
+    """Return the rows, each with a prompt (empty if it had none); DataError for a stream."""
     if isinstance(rows, Stream):
         raise DataError("the rows are a stream, which episodes do not take yet; pass list(stream.take(1000))")
     return WithPrompts(rows)
@@ -166,7 +163,7 @@ class Play:
         self, model: Any, rows: list[dict[str, Any]], functions: list[Right], params: SamplingParams,
         adapter: Any = None, together: int = TOGETHER, settings: Mapping[str, Any] | None = None,
     ) -> Answers:
-        """Answer rows by playing episodes; return what `assessment.answer` does. `settings` override this object's."""
+        """Play `params.n` episodes of each row; return answers and verdicts. `settings` override `self.settings`."""
         groups: list[RolloutGroup] = []
         player = self.player(model, params, settings or {})
         with adapter_for(model.inner, as_request(adapter)):
@@ -187,7 +184,7 @@ class Play:
         self, model: Any, row: dict[str, Any], right: Right, params: SamplingParams, tell: Tell, adapter: Any = None,
         ask: Callable[[], str] | None = None, settings: Mapping[str, Any] | None = None,
     ) -> tuple[Rollout, bool | None]:
-        """Play one episode; return it with its verdict. `tell` is called with each turn. With `ask`, a person plays."""
+        """Play one episode; return it with its verdict. `tell` is called with each turn; with `ask`, a person plays."""
         player = self.player(model, params, settings or {}, typed_calls if ask else None)
         engine = Watched(HumanEngine(model.loaded.tokenizer, ask), tell, base=model.engine) if ask \
             else Watched(model.engine(), tell, "model")
@@ -209,7 +206,6 @@ class Play:
 
 
 def episode_settings(config: GRPOConfig) -> dict[str, Any]:
-    """Return the settings of a run that concern episodes."""
     return {entry.name: getattr(config, entry.name) for entry in fields(EpisodeSettings)} | {
         "chat_template_kwargs": config.chat_template_kwargs}
 

@@ -20,12 +20,9 @@ def train_on_responses_only(
     last_response_only: bool = False,
 ) -> SFTTrainer:
     """Return the trainer, changed to train only the text between a `response_part` and the next `instruction_part` (or
-    the end), such as "<|im_start|>assistant\\n" and "<|im_start|>user\\n".
-
-    Parts that are None are read off the tokenizer's chat template. `last_response_only` trains only the last answer of
-    a text. `force_match` and `num_proc` have no effect. ValueError for another kind of trainer, and if none of the
-    first rows has an answer.
-    """
+    the end), such as "<|im_start|>assistant\\n" and "<|im_start|>user\\n". By default both parts come from the
+    tokenizer's chat template. `last_response_only` trains only the last answer of a text. `force_match` and `num_proc`
+    have no effect. ValueError for another kind of trainer, and if none of the first 100 rows has an answer."""
     if not isinstance(trainer, SFTTrainer):
         raise ValueError(f"train_on_responses_only takes an SFTTrainer; got a {type(trainer).__name__}")
     if return_function:
@@ -46,7 +43,7 @@ def train_on_responses_only(
 
 @dataclass
 class ResponsesOnly:
-    """An encoder that trains only the answers. Other attributes are read from the `inner` encoder."""
+    """An encoder that trains only the answers in the examples of the encoder `inner`."""
 
     inner: Any
     instruction: str
@@ -107,7 +104,7 @@ class ResponsesOnly:
 
 
 def check_rows(dataset: Any, encoder: ResponsesOnly) -> None:
-    """Raise ValueError if none of the first rows has an answer. A stream is not checked: that would use it up."""
+    """Raise ValueError if none of the first rows has an answer. Streams are skipped, as reading uses them up."""
     if isinstance(dataset, Stream):
         return
     rows = [dataset[index] for index in range(min(LOOKED_AT, len(dataset)))]

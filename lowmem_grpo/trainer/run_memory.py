@@ -1,5 +1,4 @@
-"""The memory plan of a run on its GPU, and the settings to change if memory runs out. Also the planned time of the run
-(before its first step) and of each step (as metrics), from the card's data sheet."""
+"""The memory plan of a run on its GPU, the settings to change if memory runs out, and the planned time of steps."""
 
 import logging
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, context: int) -> RunSettings:
-    """Return the planner's settings for a run, with the values in effect now, whether set by the user or by default."""
+    """Return the planner's settings for a run, from the values in effect."""
     base: Any = model.get_base_model()
     tiled, checkpointing = bool(tiled_mlps(base)), bool(base.is_gradient_checkpointing)
     vocabulary = base.config.get_text_config().vocab_size
@@ -58,8 +57,8 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
 
 
 def may_keep(model: FastPeftModel, config: TrainSettings) -> str:
-    """Return "auto" if the plan may exempt layers from checkpointing, else "". The plan may do so if the user left
-    checkpointing to it, and nothing is trained while sampling, because the sampler needs that memory."""
+    """Return "auto" if the plan may exempt layers from checkpointing, else "". It may if the user left checkpointing to
+    the plan and nothing is trained while sampling."""
     beside = getattr(config, "train_while_sampling", False)
     return "auto" if model.loaded.auto and config.gradient_checkpointing is None and not beside else ""
 
@@ -76,8 +75,7 @@ def checkpoint_again(model: FastPeftModel) -> None:
 
 
 def keep_layers(base: Any, count: int) -> None:
-    """Exempt the last `count` layers from checkpointing, with their MLPs in one piece; if these are all the layers,
-    turn checkpointing off."""
+    """Exempt the last `count` layers from checkpointing, and their MLPs from tiling."""
     kept = keep_last(base, count)
     for layer in kept:
         for mlp in tiled_mlps(layer):
@@ -100,9 +98,8 @@ def plan_memory(
     model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, length: str, ranks: Any,
     engine: Engine | None = None, reward_models: Sequence[RewardModel] = (),
 ) -> tuple[RunMemory, PhasePeaks]:
-    """Return a run's memory limits, with advice if memory runs out, and the peaks of its phases. On a GPU the plan
-    limits micro-batches. MemoryError if the host has no room for offloaded layer inputs. `length` names the setting
-    that limits sequences, `engine` is None for a trainer that does not sample, `reward_models` are loaded already."""
+    """Plan a run's memory; return its limits and the peaks of its phases. `length` names the setting that limits
+    sequences; `engine` is None without sampling. MemoryError if the host has no room for offloaded layer inputs."""
     four_bit = bool(getattr(policy.base, "is_loaded_in_4bit", False))
     shorter = f"a lower {length} (now {getattr(config, length) or context})"
     name = "transformers" if engine is None else engine.name
@@ -178,7 +175,7 @@ def bind(bound: BatchLimit, run_plan: MemoryPlan, config: TrainSettings) -> None
 
 
 def plan_run(settings: RunSettings, model: FastPeftModel, device: Device) -> MemoryPlan | None:
-    """Make and log the run's plan, even one that does not fit; None, with a warning, if none can be made."""
+    """Log and return the run's plan, even if it does not fit. Warn and return None if the model cannot be planned."""
     try:
         run_plan = plan(model.config, settings, device, model.loaded.name)
     except ValueError as error:
@@ -210,7 +207,7 @@ def helpful_settings(shorter: str, optim: str, loaded: Any, four_bit: bool, engi
 
 
 class PlannedTime:
-    """Plans the seconds of steps under a memory plan; plans nothing on cards without a data sheet."""
+    """Plans the seconds of steps under a memory plan, on cards that memory/cards.py lists."""
 
     def __init__(self, plan: MemoryPlan, model_config: Any) -> None:
         self.plan, self.shape = plan, ModelShape.from_config(model_config)
@@ -219,7 +216,7 @@ class PlannedTime:
         self, sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], updates: int = 1, iterations: int = 1,
         fields: Sequence[str] = (),
     ) -> dict[str, float]:
-        """Return the planned seconds of sampling, training and the step; `fields` are filled in before training."""
+        """Return the planned seconds of sampling, training and the step, including passes that compute `fields`."""
         passes = len({field == "ref_logprobs" for field in fields})  # one pass for the reference, one for the policy
         generated = self.plan_step(workload_of(sampled))
         learned = self.plan_step(workload_of(trained, updates, iterations, passes))

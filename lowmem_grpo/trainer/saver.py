@@ -24,7 +24,7 @@ OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "ad
 
 
 class Saver:
-    """Writes checkpoints of a run's parts into its directory, and restores the parts from one."""
+    """Writes the checkpoints of a run, and restores the run from a checkpoint."""
 
     def __init__(
         self, parts: TrainerParts, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = ()
@@ -41,7 +41,7 @@ class Saver:
         self.first = deepcopy((self.snapshot(), *states))
 
     def save(self) -> Path:
-        """Write a checkpoint in one rank only. Delete the oldest ones above `save_total_limit`, but not the best."""
+        """Write a checkpoint, in one rank only. Delete the oldest ones above `save_total_limit`, except the best."""
         self.records.flush()
         folder = self.run_dir / f"checkpoint-{self.state.global_step}"
         self.note_best(folder)
@@ -136,7 +136,7 @@ class Saver:
         return None
 
     def load(self, folder: Path) -> None:
-        """Restore a checkpoint. Logs a warning for each record file that lacks lines written before the checkpoint."""
+        """Restore a checkpoint, and warn of record files that lack lines from before the checkpoint."""
         saved = checkpoint.load_checkpoint(folder, self.model, self.learner.optimizer, self.learner.scheduler)
         with checkpoint.trusted(folder, DataError, RecordError):
             self.restore(saved)
@@ -148,8 +148,8 @@ class Saver:
 
     @contextmanager
     def saved_before(self, save: Callable[[], Path], interrupt: Interrupt) -> Iterator[None]:
-        """On an error, `save` the state from before this step, so that the run can be resumed. Nothing is saved if a
-        second Ctrl-C stops the run at once, if writing raised the error, or in the middle of the optimizer's step."""
+        """Save the state from before this step if an error occurs in this context. Nothing is saved if writing raised
+        the error, after a second Ctrl-C, or in the middle of the optimizer's step."""
         try:
             yield
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -174,7 +174,7 @@ class Saver:
                 "keeps_reference": self.learner.policy.reference_adapter is not None}
 
     def restore_reference(self, folder: Path, saved: dict[str, Any]) -> None:
-        """Restore the KL reference if the saved run had one. A checkpoint without its file means the base model."""
+        """Restore the KL reference if the saved run had one; without a file in the checkpoint, it is the base model."""
         policy = self.learner.policy
         if policy.reference_adapter is not None and saved.get("keeps_reference", True):
             policy.reference_adapter = checkpoint.load_reference(folder, self.model)

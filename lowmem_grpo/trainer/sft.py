@@ -1,12 +1,10 @@
 """Supervised fine-tuning of the adapter, before GRPO: it teaches an answer format that sampling would never find.
 
-It shares GRPO's frozen base and kernels: sequences packed without padding, log-probabilities without logits, and steps
-that survive running out of memory. The loss of an optimizer step is
+The loss of an optimizer step is
 
     loss = -sum(log p(trained token)) / N             N: trained tokens of the whole step, in all its micro-batches
 
-which is TRL's `nll`; TRL's `dft` multiplies each log p by p, as a constant. The columns of the rows decide which tokens
-are trained (data/shapes.py). The gradient does not depend on the split of the step into micro-batches.
+as in TRL's `nll`; TRL's `dft` multiplies each log p by p, as a constant. data/shapes.py chooses the trained tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -57,8 +55,7 @@ class SFTObjective(Objective):
 
 
 def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
-    """Set the tokenizer's chat template and end token from the settings, as TRL does. Raise ValueError for an end token
-    that the tokenizer lacks."""
+    """Set the tokenizer's chat template and end token as TRL does. ValueError for an end token that is unknown."""
     if settings.chat_template_path is not None:
         tokenizer.chat_template = Path(settings.chat_template_path).expanduser().read_text(encoding="utf-8")
     if settings.eos_token is None:
@@ -78,11 +75,9 @@ def longest_row(settings: SFTConfig, context: int) -> int:
 
 
 class SFTTrainer(Trainer):
-    """Fine-tuning with TRL's constructor; `train()` loops over `next_groups()` and `update(groups)`, records and saves.
-
-    The model can be passed to GRPOTrainer as it is. GRPO's KL reference is then this fine-tuned model (kl_reference
-    "start"), or with kl_reference "base" the base model without adapter.
-    """
+    """Fine-tuning with TRL's constructor. `train()` repeats `next_groups()` and `update(groups)`, and saves
+    checkpoints. The model can be passed to GRPOTrainer as it is. GRPO's KL reference is then this fine-tuned model
+    (kl_reference "start"), or with kl_reference "base" the base model without adapter."""
 
     args: SFTConfig
     method = "sft"
@@ -96,9 +91,9 @@ class SFTTrainer(Trainer):
         tokenizer: Any = None, data_collator: Any = None, compute_metrics: Callable[..., Any] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None, **others: Any,
     ) -> None:
-        """The parameters are TRL's. Positional ones are (model, rows, args, processing_class, eval_dataset), or in
-        TRL's order if the second is the settings. `tokenizer` is an older name of `processing_class`. `others` may be
-        settings, which older versions of TRL took here; any other name is refused."""
+        """The parameters are TRL's. Positional arguments are (model, train_dataset, args, processing_class,
+        eval_dataset), or in TRL's order if the second is the settings. `tokenizer` is an older name of
+        `processing_class`. `others` are fields of SFTConfig; any other name is refused."""
         train_dataset, args, processing_class, eval_dataset, others["data_collator"] = with_names(
             placed, train_dataset=train_dataset, args=args, processing_class=processing_class,
             eval_dataset=eval_dataset, data_collator=data_collator,
@@ -171,7 +166,6 @@ class SFTTrainer(Trainer):
         return as_groups(self.source.take(self.args.batch_size), self.state.policy_version)
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """Run one optimizer step on these rows, and return its metrics."""
         metrics = super().update(groups, at_most)
         completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
         self.state.epoch = self.source.epoch
@@ -182,7 +176,6 @@ class SFTTrainer(Trainer):
         return self.update(self.next_groups())
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Return speed, tokens so far, the number of skipped rows, and how often memory ran out."""
         completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
         return {"step_time": timing["step_time"], "tokens_per_second": completions / timing["step_time"],
                 "memory/oom_train": self.memory.train.failures, "num_tokens": self.state.num_tokens,
@@ -195,7 +188,6 @@ class SFTTrainer(Trainer):
         return {name: metrics[name] for name in OF_LOSS if name in metrics} | own
 
     def may_measure(self, name: str) -> bool:
-        """Return whether an evaluation may have a metric of this name. With compute_metrics, any name is possible."""
         return self.predictions is not None or super().may_measure(name)
 
     def evaluation_names(self) -> set[str]:
@@ -215,16 +207,15 @@ def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[Rollo
 
 @dataclass(frozen=True)
 class Predictions:
-    """The user's functions `compute(EvalPrediction)`, which returns metrics from the logits of all evaluation rows, and
-    `preprocess(logits, labels)` (or None), which reduces a row's logits first. Only here does a trainer hold full
-    logits: (T, V) of one row on the device, those of all rows on the host."""
+    """The user's `compute_metrics` and `preprocess_logits_for_metrics`, as in transformers. They get full logits, (T,
+    V) for each row: on the device for one row, on the host for all rows."""
 
     compute: Callable[[EvalPrediction], Mapping[str, float]]
     preprocess: Callable[[Tensor, Tensor], Any] | None = None
 
     def metrics(self, model: Any, groups: Iterable[RolloutGroup]) -> dict[str, float]:
-        """Return the user's metrics of the model's predictions for these rows, under names without "eval_".
-        Predictions are (N, T, ...) and labels (N, T), not shifted, with -100 where nothing is trained."""
+        """Return the user's metrics of the model's predictions for N rows, under names without "eval_". Predictions are
+        (N, T, ...) and labels (N, T), not shifted, with -100 where nothing is trained."""
         training = model.training
         both: Any = None  # predictions and labels
         model.eval()
@@ -250,7 +241,7 @@ class Predictions:
 
 
 def numbers_of(metrics: Any) -> dict[str, float]:
-    """Return the result of compute_metrics as floats by name. For any other result, raise a TypeError that shows it."""
+    """Return the result of compute_metrics as floats by name; TypeError if it is no dict of numbers."""
     wanted = "compute_metrics is to return a dict of numbers by name, as {'accuracy': 0.5}"
     if not isinstance(metrics, Mapping):
         raise TypeError(f"{wanted}; it returned {metrics!r:.80}")

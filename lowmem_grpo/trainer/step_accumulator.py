@@ -1,5 +1,4 @@
-"""Gradient accumulation over the micro-batches of an optimizer step: the sums of losses and metrics, and the states to
-restore before a pass is repeated."""
+"""The sums of losses and metrics over a step's micro-batches, and the states to restore before a pass is repeated."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,11 +21,10 @@ class StepAccumulator:
         self.facts: dict[int, tuple[Any, ...]] = {}  # `facts_of` the groups that were trained while sampling
 
     def holds(self, group: RolloutGroup) -> bool:
-        """Return whether the group was trained while sampling. `group` may lack its rollouts that have no gradient."""
+        """Return whether the group was trained while sampling."""
         return any(id(rollout) in self.facts for rollout in group.rollouts)
 
     def add(self, batch: MicroBatch, out: LossOutput) -> None:
-        """Add the loss and metrics of a micro-batch whose gradient was added."""
         self.totals["loss"] = self.totals["loss"] + out.loss.detach()
         if out.policy_loss is not None:
             self.totals["policy_loss"] = self.totals.get("policy_loss", 0) + out.policy_loss
@@ -35,14 +33,14 @@ class StepAccumulator:
         self.count += 1
 
     def copied(self) -> "StepAccumulator":
-        """Return a copy; additions to the copy leave this object as it is. Tensors are never changed in place."""
+        """Return a copy that shares the tensors, which are never changed in place."""
         copied = StepAccumulator(self.totals["loss"].device)
         copied.join(self.totals, self.count, self.reducer)
         copied.flags.rollouts, copied.flags.tables = list(self.flags.rollouts), list(self.flags.tables)
         return copied
 
     def join(self, totals: dict[str, Tensor], count: int, reducer: Reducer) -> None:
-        """Add the sums of other micro-batches; their flags are left to the caller."""
+        """Add the sums of other micro-batches, but not their flags."""
         for name, total in totals.items():
             self.totals[name] = self.totals.get(name, 0) + total
         self.reducer.join(reducer.sums, reducer.weights, reducer.samples)
@@ -57,8 +55,7 @@ class StepAccumulator:
                 gradient.mul_(factor)
 
     def of_all_ranks(self, ranks: Ranks, rollouts: list[Rollout]) -> "StepAccumulator":
-        """Return the sums over all ranks, the same in every rank. `rollouts` are the rollouts of all ranks. Sums are
-        exchanged on the host, and bad rollouts as indices into `rollouts`."""
+        """Return the sums over all ranks. `rollouts` are the rollouts of all ranks, in the same order in each rank."""
         if ranks.count == 1:
             return self
         places = {id(rollout): place for place, rollout in enumerate(rollouts)}
@@ -105,8 +102,7 @@ class RandomStates:
 
 
 class Gradients:
-    """The parameters' gradients, captured at construction. Existing gradients are copied to the host, because backward
-    adds to them in place. At the start of a step no gradients exist, so nothing is copied."""
+    """The parameters' gradients at construction, copied to the host because backward adds to them in place."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.held = [(p, p.grad, None if p.grad is None else p.grad.to("cpu", copy=True)) for p in parameters]

@@ -4,9 +4,6 @@
         while ...:
             groups = ...                    # rollouts made of turns (rollout/rollout_func.py), each with its `reward`
             metrics = trainer.step(groups)
-
-All else works as in any run: records, checkpoints, alarms, the parity check of the sampler, the final report. Some
-settings may change for a single step (`StepSettings`).
 """
 
 import math
@@ -53,10 +50,8 @@ REFUSED = {  # settings of a trainer that samples, and what to do
 
 
 class TrajectoryTrainer(Trainer):
-    """GRPO on groups that the caller passes. `max_steps` -1 is an open-ended run; its schedule must be constant.
-
-    With several ranks each rank passes the groups that it sampled (perhaps none), and a step trains on all groups.
-    """
+    """GRPO on groups that the caller samples. `max_steps` -1 is an open-ended run; its schedule must be constant. Each
+    rank passes the groups that it sampled, perhaps none, and a step trains on the groups of all ranks."""
 
     args: GRPOConfig
     parts: PolicyParts
@@ -87,9 +82,8 @@ class TrajectoryTrainer(Trainer):
 
     @contextmanager
     def running(self, resume: bool | str | None = None) -> Iterator[None]:
-        """Start a run, in which `step` can be called. `resume=None` continues from the newest checkpoint in output_dir,
-        if there is one. A new run begins with a checkpoint of step 0. On exit the status of the run is `finished`,
-        `interrupted`, or `failed` after an error."""
+        """Begin a run, in which `step` can be called. `resume=None` continues from the newest checkpoint in output_dir,
+        if there is one. A new run begins with a checkpoint of step 0."""
         with self.ranks.together():
             self.check_before()
             kept = self.ranks.first("the checkpoints", lambda: bool(list_checkpoints(self.run_dir)))
@@ -103,9 +97,9 @@ class TrajectoryTrainer(Trainer):
     def step(
         self, groups: list[RolloutGroup], metrics: Mapping[str, float] | None = None, **changes: Any
     ) -> dict[str, Any]:
-        """Run one update on these groups, whose rollouts have a `reward`; returns the line that was logged. `metrics`
-        of the first rank are added to that line. `changes` are settings for this step only, from PER_STEP, the same in
-        all ranks. ValueError for other settings, for no groups, and after `max_steps` steps."""
+        """Run one update on these groups, whose rollouts have a `reward`, and return the step's metrics, with the first
+        rank's `metrics` added. `changes` are settings for this step only, from PER_STEP, the same in all ranks.
+        ValueError for other settings, for no groups, and after `max_steps` steps."""
         together = self.of_all(groups, changes)
         if not together or not all(group.rollouts for group in together):
             raise ValueError("there is nothing to train on: a step needs groups, each with its rollouts")
@@ -134,7 +128,7 @@ class TrajectoryTrainer(Trainer):
         return [group for own, _ in told for group in own]
 
     def note(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Record the caller's values for `step`, by default the last step, and notify the listeners."""
+        """Log and record the caller's values for `step`, by default the last step."""
         line = {"step": self.state.global_step if step is None else step, **values}
         self.records.metrics(line)
         self.log(line)
@@ -165,7 +159,6 @@ class TrajectoryTrainer(Trainer):
             turn.exact and turn.policy_version == version for turn in rollout.turns)]) for group in groups]
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        """Return the step's metrics, the age of the policy that sampled the rollouts, and the caller's metrics."""
         updates = self.state.global_step - before
         ages = [self.state.policy_version - updates - rollout.policy_version for rollout in members(groups)]
         return {**self.taken, **super().measured(before, groups, timing),
@@ -203,7 +196,7 @@ class StepSettings:
 
     @contextmanager
     def changed(self, changes: Mapping[str, Any]) -> Iterator[None]:
-        """Apply changes to the settings inside the context. ValueError for those that cannot change between steps."""
+        """Change the settings inside the context. ValueError for settings that cannot change from step to step."""
         if wrong := [name for name in changes if name not in PER_STEP]:
             raise ValueError(f"{', '.join(wrong)} cannot change from step to step; set it when the trainer is made. "
                              f"What can change: {', '.join(PER_STEP)}")
@@ -221,7 +214,7 @@ class StepSettings:
             self.set_all(usual)
 
     def set_all(self, values: Mapping[str, Any]) -> None:
-        """Set the settings, and with them the base learning rate of the schedule, which stays at its current step."""
+        """Set the settings, and the base learning rate of the schedule, which stays at its current step."""
         vars(self.config).update(values)
         rate, scheduler = self.config.learning_rate, self.scheduler
         if all(known == rate for known in scheduler.base_lrs):
@@ -232,7 +225,7 @@ class StepSettings:
 
 
 def check_given(config: GRPOConfig) -> None:
-    """Raise ValueError, which names the setting, for a setting that has no meaning if the caller samples."""
+    """Raise ValueError for a setting that has no meaning if the caller samples."""
     check_weights(config.reward_weights, [REWARD])
     if config.reward_weights == [0]:
         raise ValueError("reward_weights is [0]: nothing pays; leave it out")

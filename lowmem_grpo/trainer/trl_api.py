@@ -1,5 +1,4 @@
-"""The attributes and methods of TRL's and transformers' trainers, except `train`. `NOT_HERE` lists the names that our
-trainers lack, with what to use instead. A subclass that defines a method of `NEVER_CALLED` is refused."""
+"""The attributes and methods of TRL's and transformers' trainers that ours have, and advice for the missing ones."""
 
 import json
 import logging
@@ -121,7 +120,6 @@ class Processes:
         self.ranks.meet("wait_for_everyone()")
 
     def unwrap_model(self, model: Any, **_: Any) -> Any:
-        """Return the model itself, which is never wrapped."""
         return model
 
     def __getattr__(self, name: str) -> Any:
@@ -129,7 +127,7 @@ class Processes:
 
 
 class TrlApi:
-    """The names of TRL's and transformers' trainers. `Trainer` in loop.py defines the rest, `notify` included."""
+    """The base class of our trainers, with attributes and methods of TRL's and transformers' trainers."""
 
     model: FastPeftModel
     args: TrainSettings
@@ -205,11 +203,11 @@ class TrlApi:
         return self.args.completions_per_step
 
     def add_callback(self, callback: Any) -> None:
-        """Add a listener; a class is instantiated first."""
+        """Add a callback; a class is instantiated first."""
         self.callbacks.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove and return a listener, given as an object or by its class; None if it was not added."""
+        """Remove and return a callback, passed as an object or by its class; None if it was not added."""
         return self.callbacks.pop_callback(callback)
 
     remove_callback = pop_callback
@@ -234,8 +232,8 @@ class TrlApi:
     def push_to_hub(self, commit_message: str | None = None, blocking: bool = True, token: str | None = None,
                     revision: str | None = None, private: bool = True, dataset_name: str | None = None,
                     **card: Any) -> str:
-        """Upload the adapter, the tokenizer and a card to `hub_model_id`; returns the address of the commit. The files
-        stay in output_dir/adapter. HubError if the hub refuses. The call always waits for the upload."""
+        """Upload the adapter, the tokenizer and a card to `hub_model_id`; return the address of the commit. The files
+        stay in output_dir/adapter. HubError if the hub refuses. `blocking` has no effect."""
         if revision is not None:
             raise ValueError(f"revision is {revision!r}; only the main branch is written, leave it out")
         folder = self.run_dir / "adapter"
@@ -246,14 +244,14 @@ class TrlApi:
         return hub.push(folder, hub.full_name(self.hub_model_id, token), private, hub.client(token), commit_message)
 
     def upload(self) -> None:
-        """Push the adapter of a run. If the hub refuses, only log it, since the run itself is finished and saved."""
+        """Push the adapter of a run. If the hub refuses, only log the error, since the run is finished and saved."""
         try:
             logger.info("uploaded to %s", self.push_to_hub())
         except hub.HubError as error:
             logger.error("push_to_hub: %s", error)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add a line to the history, and notify the listeners; a subclass may override this to add to each line."""
+        """Add a line to the history, and call the callbacks. A subclass may override this to add values."""
         line = {"step": self.state.global_step, "epoch": self.state.epoch, **logs}
         self.state.log_history.append(line)
         self.notify("on_log", logs=line)

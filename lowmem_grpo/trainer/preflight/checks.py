@@ -1,12 +1,4 @@
-"""Checks before a run: mistakes that would stop it or make it learn nothing. docs/checks.md lists them.
-
-    for finding in trainer.preflight():
-        print(finding.severity, finding.problem, finding.fix)
-
-`train()` runs the checks first, unless GRPOConfig(preflight=False): an error ends the run before anything is sampled
-or written, and warnings are logged. This module also has the checks of columns that reward functions read; it calls
-none of these functions. Last come the checks that the processes of a run fit together.
-"""
+"""The list of checks before a run, the checks of reward functions' columns, and the check that all ranks agree."""
 
 import hashlib
 import inspect
@@ -111,7 +103,6 @@ class Check:
         return told.removeprefix("Find ").removeprefix("that ").removesuffix(".")
 
     def fits(self, subject: Subject) -> bool:
-        """Return whether the check applies to this trainer."""
         return (self.with_sft or subject.samples) and not (self.of_rows and subject.without_rows)
 
 
@@ -150,7 +141,7 @@ class PreflightError(DataError):
 
 
 def preflight(trainer: Any) -> list[Finding]:
-    """Return every finding about a trainer, errors first. Nothing is sampled, called or written."""
+    """Return every finding about a trainer, errors first. Nothing is sampled or written."""
     return look_over(Subject(trainer))
 
 
@@ -159,8 +150,7 @@ def look_over(subject: Subject) -> list[Finding]:
 
 
 def before_training(trainer: Any) -> None:
-    """Check a run at the start of `train()`: raise PreflightError for errors, log a warning for each other problem. The
-    live view says so if nothing is wrong, and on a card with a data sheet it shows the estimated time of the run."""
+    """Check a run at the start of `train()`: raise PreflightError for errors, log warnings, show the expected time."""
     if not trainer.args.preflight:
         return
     began = time.monotonic()
@@ -253,5 +243,4 @@ def digest_of_rows(rows: Any) -> str:
 
 
 def digest(*parts: bytes) -> str:
-    """Return a short hash of the bytes."""
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]

@@ -1,6 +1,5 @@
-"""The checkup of `lowmem-grpo doctor`: what a run will use on this machine, and what is missing (libraries, card,
-memory, disk, engine, kernels). A check that fails becomes a finding. Torch may be missing or broken, so it is imported
-only inside a check."""
+"""The checkup of `lowmem-grpo doctor`: what a run will use on this machine, and what is missing. Torch may be missing
+or broken, so it is imported only inside a check."""
 
 import importlib.metadata
 import platform
@@ -29,7 +28,7 @@ LITTLE_HOST, LITTLE_DISK = 8 * GIB, 10 * GIB
 
 @dataclass
 class Checkup:
-    """Facts by section, and a finding for each part that is missing or broken."""
+    """Facts about this machine, and a finding for each part that is missing or broken."""
 
     versions: dict[str, str] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
@@ -43,13 +42,13 @@ class Checkup:
 
     @property
     def advice(self) -> list[str]:
-        """One line per fault with its fix, in the order in which to fix them."""
+        """One line for each fault, with its fix, in the order in which to fix them."""
         if self.can_train:
             return [str(finding) for finding in self.findings]
         return ["training is not possible here; correct the following, in this order", *map(str, self.findings)]
 
     def say(self, problem: str, fix: str, fatal: bool = False) -> None:
-        """Add a finding; `fatal` means that it makes training impossible."""
+        """Add a finding; `fatal` means that training is impossible."""
         self.findings.append(Finding("error" if fatal else "warning", "", problem, fix))
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,7 +66,6 @@ def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
 
 
 def examine() -> Checkup:
-    """Return the checkup of this machine."""
     checkup = Checkup()
     look_at_versions(checkup)
     broken = look_at_imports(checkup)
@@ -107,7 +105,6 @@ def look_at_versions(checkup: Checkup) -> None:
 
 
 def absent(name: str) -> str:
-    """Return the text to show as the version of a library (or of this package) that is not installed."""
     if name == PACKAGE:
         return f"{__version__} (not installed: used from its folder)"
     return "missing" if name in NEEDED else "not installed"
@@ -125,7 +122,7 @@ def excluded(name: str, version: str, wanted: dict[str, str]) -> bool:
 
 
 def look_at_imports(checkup: Checkup) -> set[str]:
-    """Import each library of TRIED; skip those that need torch if torch is broken. Return the unusable ones' names."""
+    """Import the libraries TRIED (if torch is broken, those that work without it); return the unusable ones' names."""
     broken: set[str] = set()
     for name in TRIED:
         if (name in ON_TORCH and "torch" in broken) or checkup.versions[name] == absent(name):
@@ -160,7 +157,6 @@ def look_at_card(torch: Any, checkup: Checkup) -> None:
 
 
 def card_facts(torch: Any) -> dict[str, Any]:
-    """Return the first card's name, bytes, compute capability and bfloat16 support, and the number of cards."""
     free, total = torch.cuda.mem_get_info(0)
     major, minor = torch.cuda.get_device_capability(0)
     return {"name": torch.cuda.get_device_name(0), "count": torch.cuda.device_count(), "total_bytes": total,
@@ -186,7 +182,7 @@ def look_at_host(checkup: Checkup) -> None:
 
 
 def look_at_engine(checkup: Checkup) -> None:
-    """Record the rollout engine that a run would use, with findings if it is not vLLM or lacks a part."""
+    """Record the rollout engine that a run would use, with findings if it is not vLLM or is incomplete."""
     if not checkup.can_train:
         checkup.used["engine"] = "none: see the findings below"
         return
@@ -234,7 +230,6 @@ def look_at_kernels(torch: Any, checkup: Checkup) -> None:
 
 
 def run_kernel(torch: Any) -> None:
-    """Run one small kernel of this package on the card."""
     from lowmem_grpo.kernels import rms_norm
 
     rms_norm(torch.ones(2, 64, device="cuda"), torch.ones(64, device="cuda"), 1e-6)

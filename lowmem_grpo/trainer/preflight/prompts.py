@@ -98,7 +98,7 @@ def alike(subject: Subject) -> Iterator[Finding]:
 
 
 def count_repeats(dataset: Any) -> tuple[int, int]:
-    """Return (rows that repeat an earlier prompt, rows compared): all rows, or blocks of them if time runs out."""
+    """Return the number of rows that repeat an earlier prompt, and of rows compared (not all rows if time runs out)."""
     known: set[int] = set()
     seen, began = 0, time.monotonic()
     for index in in_blocks(len(dataset)):
@@ -117,7 +117,6 @@ def in_blocks(total: int) -> Iterator[int]:
 
 
 def prompt_of(dataset: Any, index: int) -> Any:
-    """Return the prompt of a row; None for a broken row."""
     try:
         return dataset[index]["prompt"]
     except Exception:  # noqa: BLE001 - a row may raise anything; `unreadable` reports it

@@ -1,4 +1,4 @@
-"""Checks of disk space, host memory, and card memory against the memory plan; and what machine this is."""
+"""Checks of disk space, host memory and GPU memory, and a description of the machine."""
 
 import math
 import platform
@@ -108,7 +108,6 @@ def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
 
 
 def optimizer_bytes(subject: Subject) -> int:
-    """Return the bytes of the optimizer's states."""
     return int(sum(p.numel() for p in subject.policy.trainable) * OPTIMIZER_BYTES[subject.args.optim])
 
 
@@ -156,7 +155,6 @@ def describe_machine(model: Any, device: torch.device) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """Return the processor's name, as Linux gives it."""
     info = Path("/proc/cpuinfo")
     name = re.search(r"^model name\s*:(.*)", info.read_text(), re.MULTILINE) if info.exists() else None
     return name[1].strip() if name else platform.processor()

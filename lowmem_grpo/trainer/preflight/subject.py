@@ -61,7 +61,7 @@ class RowSample:
         return [looked for looked in self.usable if looked.tokens <= self.limit]
 
     def share(self, count: int) -> str:
-        """Return '3 of 256 sampled rows', or 'all 8 rows'."""
+        """Return a phrase such as '3 of 256 sampled rows' or 'all 8 rows'."""
         if len(self.rows) < self.total:
             return f"{count} of {len(self.rows)} sampled rows"
         return f"all {self.total} rows" if count == self.total else f"{count} of {self.total} rows"
@@ -89,7 +89,7 @@ def spread(count: int) -> list[int]:
 
 
 def look_at(dataset: Any, index: int, encoder: PromptEncoder) -> LookedAt:
-    """Encode one row; any error of a broken row, or of a template that refuses it, is kept in the result."""
+    """Encode one row. An error of a broken row, or of a chat template that refuses it, is stored in the result."""
     row: Any = {}
     try:
         row = dataset[index]
@@ -145,7 +145,7 @@ class Subject:
         self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # the KV cache's
 
     def sample_of(self, rows: Any, encoder: Any) -> RowSample:
-        """Return a sample of the rows that are trained on; from packs, a sample of their single rows."""
+        """Return a sample of the training rows; of packs, a sample of the rows in them."""
         return sample_rows(*(rows.rows, encoder.inner) if isinstance(rows, PackedRows) else (rows, encoder))
 
     def template_sample(self) -> RowSample:
@@ -160,7 +160,6 @@ class Subject:
         return [("dataset", self.sample), *evaluation]
 
     def render(self, messages: Messages, ready: bool) -> str:
-        """Return the chat template's text; `ready` adds the generation prompt."""
         text: Any = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=ready, **self.sample.encoder.template_kwargs
         )

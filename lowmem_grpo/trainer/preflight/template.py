@@ -1,9 +1,7 @@
-"""Checks of the chat template, of the tokens that end a completion (padding may be the same token, since masks come
-from lengths), and of token ids beyond the model's vocabulary.
+"""Checks of the chat template, of the tokens that end a completion, and of token ids beyond the model's vocabulary.
 
-In a run of several turns the template may append new messages or rewrite earlier ones. `history="append"` never renders
-a turn again, so any template is safe. With `history="template"`, wherever the template rewrites sampled text, the
-episode's sequence ends and another begins.
+In a multi-turn run the template may rewrite earlier messages when new ones follow. `history="append"` never renders a
+turn again. With `history="template"`, a new training sequence begins where sampled text was rewritten.
 """
 
 import re
@@ -53,7 +51,7 @@ OF_REPLIES = (
 
 @dataclass(frozen=True)
 class Tried:
-    """The result of trying a template at a transition."""
+    """The result of trying a template at a transition between turns."""
 
     transition: Transition
     appends: bool = False
@@ -62,7 +60,7 @@ class Tried:
 
 
 def try_transitions(renderer: Renderer, tools: bool, replies: bool) -> list[Tried]:
-    """Return the template's result at each transition of a run with `tools`, or whose environment `replies`."""
+    """Try the template at each transition of a run with `tools`, or with an environment that `replies`."""
     transitions = (*(OF_TOOLS if tools else ()), *(OF_REPLIES if replies else ()))
     return [tried(renderer, transition) for transition in transitions]
 
@@ -79,9 +77,7 @@ def tried(renderer: Renderer, transition: Transition) -> Tried:
 
 
 def appends(renderer: Renderer, transition: Transition) -> bool:
-    """Return whether a conversation that ends with the environment's replies renders as the prompt, the policy's text
-    and then the replies. The policy's text is the answer as rendered when it is the last message. An answer that loses
-    only an empty thought counts as the same text."""
+    """Return whether the template keeps the policy's text when replies follow; an empty thought may be dropped."""
     template = renderer.template
     before = [QUESTION, thought_apart(answer(transition), template.source)]
     prompt = template.text([QUESTION])
@@ -100,8 +96,8 @@ def answer(transition: Transition) -> Message:
 
 
 def written_by_policy(renderer: Renderer, transition: Transition, written: str) -> str:
-    """Return the part of a rendered last answer that the policy samples: up to and including the token that ends its
-    turn, or excluding it for a cut turn."""
+    """Return the part of a rendered last answer that the policy samples. It includes the token that ends the policy's
+    turn, unless a limit cut the turn off."""
     seam = renderer.seam(transition.replies)
     last = max(written.rfind(ANSWER), written.rfind("6 * 7"), 0)
     ends = sorted(at + len(end) * (not transition.cut) for number in seam.ends
@@ -159,7 +155,7 @@ def left_out(subject: Subject) -> Iterator[Finding]:
 
 
 def answered(subject: Subject, messages: Messages) -> str | None:
-    """Return the rendered messages followed by ANSWER; None if the template refuses that."""
+    """Render the messages and ANSWER as their reply; return None if the template refuses that."""
     try:
         return subject.render([*messages, {"role": "assistant", "content": ANSWER}], False)
     except Exception:  # noqa: BLE001 - a template may raise anything; the prompt itself was rendered
@@ -208,7 +204,7 @@ def endless(subject: Subject) -> Iterator[Finding]:
 
 
 def answers(example: Example) -> list[list[int]]:
-    """Return each sequence of consecutive trained tokens."""
+    """Return the example's answers: each sequence of consecutive trained tokens."""
     trained = example.trained or [True] * len(example.completion_ids)
     runs = groupby(zip(trained, example.completion_ids, strict=True), lambda pair: pair[0])
     return [[token for _, token in run] for counts, run in runs if counts]
