@@ -65,8 +65,8 @@ and can warn that a single reward function adds nothing.
 ## Alarms
 
 GRPOTrainer logs a warning when the condition of an alarm has been true for as many steps in a row as the table says.
-The warning says what to do. In `metrics.jsonl`, `alarms/NAME` is then 1. While the condition stays true,
-`nothing_to_learn` warns again every 10 steps (`nothing_to_learn_steps`); the other alarms do not warn again.
+The warning says what to do. A metric such as `alarms/kl` is then 1. While the condition stays true, `nothing_to_learn`
+warns again every 10 steps (`nothing_to_learn_steps`); the other alarms do not warn again.
 
 | alarm | condition | steps in a row | what the alarm means |
 |---|---|---|---|"""
@@ -81,8 +81,9 @@ TRL's names ([differences](migration.md#metrics-and-evaluation)).
 - **Final groups.** With dynamic sampling or a replay buffer, a step can train on other groups than those that it
   sampled. The tables call the groups that a step trains on *final groups*. Metrics of groups, rewards and completions
   are about the sampled groups, unless their meaning says otherwise.
-- **Evaluations.** An evaluation logs the metrics of loss, rewards, groups, completions and episodes. Their names then
-  begin with `eval_`, or with `eval_DATASET_` if the evaluation data is a dict of datasets."""
+- **Evaluations.** An evaluation logs the metrics of rewards, groups, completions and episodes, and `loss`, `kl`,
+  `entropy` and `clip_ratio/*`. Their names then begin with `eval_`, or with `eval_DATASET_` if the evaluation data is a
+  dict of datasets."""
 TABLE = """
 ### {}
 

@@ -212,7 +212,7 @@ ALARMS = (
     ),
     Alarm(
         "constant_reward", "a reward function is constant",
-        "rewards/NAME/std is 0 and rewards/NAME/mean does not change", CONSTANT_STEPS,
+        "for a reward function NAME, rewards/NAME/std is 0 and rewards/NAME/mean does not change", CONSTANT_STEPS,
         partial(constant, "NAME"),  # `Alarms.expanded` replaces NAME by each reward function's name
         "so the model learns nothing from this function",
         "if every completion deserves this reward, leave the function out or make it stricter; if not, check that the "
