@@ -124,7 +124,7 @@ ALARMS = (
     Alarm(
         "truncated", "all completions were cut off", "completions/clipped_ratio is 1", 3,
         outside(lambda share: share >= 1, "completions/clipped_ratio"),
-        "so no reward function saw a final answer (and with mask_truncated_completions=True, nothing is trained)",
+        "so all rewards are for unfinished answers (and with mask_truncated_completions=True, nothing is trained)",
         "raise max_completion_length, use a chat template whose end token the model knows, set stop strings in "
         "vllm_sampling_params, or ask for shorter answers in the prompt",
     ),
@@ -133,7 +133,7 @@ ALARMS = (
         f"mismatch/k3 is above {MISMATCH_K3}, or mismatch/effective_samples is below {EFFECTIVE_SAMPLES}", 3, mismatch,
         "so completions come from another distribution than the policy's",
         "use bfloat16 or fp32 in sampler and trainer, do not quantize the sampler's weights separately, or leave out "
-        "top_p, top_k and min_p. The rest is corrected, unless vllm_importance_sampling_correction is False",
+        "top_p, top_k and min_p. The loss is corrected unless vllm_importance_sampling_correction is False",
     ),
     Alarm(
         "clipping", "much of the gradient is clipped", f"clip_ratio/region_mean or cispo_clip_ratio is above {CLIPPED}",
@@ -149,13 +149,13 @@ ALARMS = (
     Alarm(
         "entropy_collapse", "the entropy has collapsed",
         f"entropy is below {ENTROPY_SHARE:.0%} of its mean in the first {FIRST_STEPS} steps, or below {ENTROPY_FLOOR}",
-        3, entropy_collapse, "so the completions of a prompt are nearly the same, and their rewards hardly differ",
+        3, entropy_collapse, "so the completions of a prompt are nearly the same",
         "go back to an earlier checkpoint and lower learning_rate, raise epsilon_high or the temperature, or use "
         "entropy_coef or top_entropy_quantile",
     ),
     Alarm(
         "gradient_spike", "the gradient has spiked",
-        f"grad_norm is above {SPIKE:.0f} times the median of the last {NORMS_KEPT} steps with a gradient", 1,
+        f"grad_norm is above {SPIKE:.0f} times the median of its last {NORMS_KEPT} values other than 0", 1,
         gradient_spike, "so a few completions may dominate the update",
         "look at this step in completions.jsonl. If spikes are frequent, lower max_grad_norm or learning_rate, use "
         "larger groups, bound the ratio with delta, or set scale_rewards to \"batch\" or \"none\"",
@@ -177,7 +177,7 @@ ALARMS = (
     Alarm(
         "no_room", "episodes run out of tokens", f"episodes/max_tokens or episodes/context is above {MANY_ENDS}", 3,
         outside(lambda share: share > MANY_ENDS, "episodes/max_tokens", "episodes/context"),
-        "so many episodes end early, and keep the rewards earned by then",
+        "so many episodes end early",
         "raise max_completion_length, which limits the turns of a sequence together with the messages between them; "
         "lower max_tool_tokens, max_turn_tokens or the number of turns; or let the environment send shorter messages",
     ),
@@ -202,14 +202,14 @@ ALARMS = (
     ),
     Alarm(
         "preempted", "sequences are computed again",
-        f"sampling/preemptions / sampling/most_together is above {MANY_PREEMPTED}", 3, preempted,
+        f"sampling/preemptions is above {MANY_PREEMPTED} times sampling/most_together", 3, preempted,
         "so the engine computed the tokens of evicted sequences again",
         "lower max_num_seqs to the number of sequences that the cache can hold at full length, enlarge the cache with "
         'kv_cache_bytes or gpu_memory_utilization, or halve the cache entries with kv_cache_dtype="fp8"',
     ),
     Alarm(
         "constant_reward", "a reward function is constant",
-        "rewards/NAME/std is 0 and rewards/NAME/mean does not change", CONSTANT_STEPS,
+        "for a reward function NAME, rewards/NAME/std is 0 and rewards/NAME/mean does not change", CONSTANT_STEPS,
         partial(constant, "NAME"),  # `Alarms.expanded` replaces NAME by each reward function's name
         "so the model learns nothing from this function",
         "if every completion deserves this reward, leave the function out or make it stricter; if not, check that the "

@@ -31,7 +31,7 @@ ROWS = 8  # rows that the ranks compare, spread from the first to the last
 
 
 def reserved_columns(subject: Subject) -> Iterator[Finding]:
-    """Find a dataset column with the name of an argument that every reward function gets."""
+    """Find a dataset column with the name of an argument that every reward function gets, such as `completions`."""
     for which, sample in subject.datasets:
         try:
             contract.passed_columns({name: [] for name in sample.columns})
@@ -41,7 +41,7 @@ def reserved_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def missing_columns(subject: Subject) -> Iterator[Finding]:
-    """Find a reward function that needs a column which the dataset or the evaluation dataset lacks. With a
+    """Find a reward function with a required argument that neither the trainer nor a dataset column provides. With a
     `rollout_func`, whose columns are not known yet, the check is skipped."""
     scorer = subject.scorer
     if scorer is None or scorer.late_columns:
@@ -67,8 +67,7 @@ def empty_columns(subject: Subject) -> Iterator[Finding]:
 
 
 def unjudged_rows(subject: Subject) -> Iterator[Finding]:
-    """Find rows that a reward function can never judge, such as rows for `code_passes_tests` with empty, unreadable or
-    impossible tests."""
+    """Find rows that a ready-made reward function can never judge, such as rows with unreadable tests of code."""
     for which, sample in subject.datasets:
         rows = sorted(((looked.index, looked.row) for looked in sample.fitting), key=lambda pair: pair[0])
         for name, function in subject.functions:

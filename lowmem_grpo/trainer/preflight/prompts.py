@@ -16,8 +16,7 @@ USUAL_STEPS, USUAL_ROWS = 300, 500
 
 
 def unreadable(subject: Subject) -> Iterator[Finding]:
-    """Find rows that cannot become a prompt: chat messages without a chat template, messages that the template refuses,
-    rows that raise an error when they are read."""
+    """Find rows that cannot become a prompt, for example messages that the chat template refuses."""
     failed = Counter((type(looked.error).__name__, str(looked.error)) for looked in subject.sample.rows if looked.error)
     for (kind, message), count in failed.items():
         if kind == "DataError":
@@ -39,8 +38,7 @@ def split_advice(message: str) -> tuple[str, str]:
 
 
 def unusable(subject: Subject) -> Iterator[Finding]:
-    """Find rows that are skipped because the prompt is empty or has a wrong type; only a warning if other rows are
-    left."""
+    """Find rows that are skipped because the prompt is empty or has a wrong type. It is an error if no row is left."""
     reasons = Counter(looked.reason for looked in subject.sample.rows if looked.reason)
     listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
     if reasons and reasons.total() == len(subject.sample.rows):
@@ -52,9 +50,8 @@ def unusable(subject: Subject) -> Iterator[Finding]:
 
 
 def too_long(subject: Subject) -> Iterator[Finding]:
-    """Find rows that are skipped because the prompt is longer than `max_prompt_length` (by default the context
-    length minus `max_completion_length`), or in SFTTrainer because the row is longer than `max_length`; only a warning
-    if other rows are left, and a note if long rows are truncated."""
+    """Find rows that are skipped or cut because they are longer than `max_prompt_length` or, in SFTTrainer,
+    `max_length`. It is an error if no row is left, and a note if long rows are cut."""
     sample, args = subject.sample, subject.args
     long = [looked.tokens for looked in sample.usable if looked.tokens > sample.limit]
     if not long:
@@ -75,7 +72,7 @@ def too_long(subject: Subject) -> Iterator[Finding]:
 
 
 def few_rows(subject: Subject) -> Iterator[Finding]:
-    """Find a dataset with fewer rows than the engine samples at a time, so that some rows repeat."""
+    """Find a dataset with too few rows for one generation batch, so that rows repeat in the batch."""
     needed = subject.args.prompts_per_generation
     whole = len(subject.sample.rows) == subject.sample.total
     rows = len(subject.sample.fitting) if whole else subject.sample.total
@@ -124,7 +121,7 @@ def prompt_of(dataset: Any, index: int) -> Any:
 
 
 def small_scale(subject: Subject) -> Iterator[Finding]:
-    """Find a run with fewer than 500 rows or 300 steps. This is no error, but may prevent progress."""
+    """Find a run with fewer than 500 rows or 300 optimizer steps. This is no error, but may prevent progress."""
     few = [f"{count} {what} ({usual} or more are usual)" for count, usual, what in (
         (subject.state.max_steps, USUAL_STEPS, "steps"), (subject.sample.total, USUAL_ROWS, "rows")) if count < usual]
     if few:

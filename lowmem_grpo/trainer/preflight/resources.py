@@ -32,8 +32,8 @@ def unwritable(subject: Subject) -> Iterator[Finding]:
 
 
 def full_disk(subject: Subject) -> Iterator[Finding]:
-    """Find a disk without room for completions.jsonl and all checkpoints that the run keeps; only a warning if there is
-    room for one checkpoint."""
+    """Find a disk without room for the checkpoints and completions.jsonl. It is an error if not even one checkpoint
+    fits."""
     place, free = existing(subject.run_dir), free_bytes(subject.run_dir)
     if not place.is_dir() or free is None:
         return
@@ -50,7 +50,7 @@ def full_disk(subject: Subject) -> Iterator[Finding]:
 
 
 def little_host_memory(subject: Subject) -> Iterator[Finding]:
-    """Find a GPU run whose offloaded layer inputs and paged optimizer states leave little host memory free."""
+    """Find a GPU run whose offloaded layer inputs and paged optimizer states may fill the host's memory."""
     paged = optimizer_bytes(subject) if "paged" in subject.args.optim and subject.policy.device.type == "cuda" else 0
     needed = paged if subject.plan is None else subject.plan.host  # in a plan, with the states that are paged
     available = available_host_bytes()
@@ -71,8 +71,7 @@ def unshared_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def over_plan(subject: Subject) -> Iterator[Finding]:
-    """Find a memory plan that needs more GPU memory than the run may use. The run may still work, since plans are
-    estimates."""
+    """Find a run whose estimated GPU memory is more than the run may use. The run may still work."""
     plan = subject.plan
     if plan is None or plan.fits:
         return
@@ -92,8 +91,8 @@ def emulated_dtype(subject: Subject) -> Iterator[Finding]:
 
 
 def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
-    """Find an 8-bit KV cache of vLLM whose effect on samples may stay uncorrected, because
-    `vllm_importance_sampling_correction` is False, or is None while `parity_steps` is 0."""
+    """Find an 8-bit KV cache of vLLM whose effect on samples may stay uncorrected. It is corrected with
+    `vllm_importance_sampling_correction=True`, and with None if `parity_steps` measures it."""
     if not in_8_bits(subject.cache_dtype):
         return
     args, name = subject.args, f"the key-value cache is in 8 bits ({subject.cache_dtype})"

@@ -188,8 +188,8 @@ def names_of_ends(subject: Subject) -> str:
 
 
 def endless(subject: Subject) -> Iterator[Finding]:
-    """Find rows of SFTTrainer with an answer that is trained without an end token; only a warning if another answer of
-    the row has an end token, or if the rows are token ids."""
+    """Find rows of SFTTrainer with an answer that is trained without an end token. It is an error if no answer of a
+    row has an end token, unless the rows are token ids."""
     ended = [[bool(subject.end_ids & {*answer}) for answer in answers(example)]
              for looked in subject.sample.fitting for example in each_of(looked.prompt)]
     never = "warning" if subject.sample.encoder.column == "input_ids" else "error"
@@ -232,8 +232,8 @@ def unknown_ids(subject: Subject) -> Iterator[Finding]:
 
 
 def not_rendered(subject: Subject) -> Iterator[Finding]:
-    """Find a multi-turn run whose chat template does not support its tools, leaves messages out, refuses a user message
-    after an answer, or cannot render a conversation again for `history="template"`."""
+    """Find a multi-turn run whose tools or messages the chat template cannot render. With `history="template"`, the
+    template must also render the whole conversation again."""
     try:
         renderer, trials = try_turns(subject)
         anew = renderer is not None and subject.args.history == "template"
@@ -247,8 +247,8 @@ def not_rendered(subject: Subject) -> Iterator[Finding]:
 
 
 def rewritten(subject: Subject) -> Iterator[Finding]:
-    """Find a multi-turn run whose chat template rewrites sampled text when further messages follow. The finding says
-    which messages do this, and what `history="template"` would cost."""
+    """Find a multi-turn run whose chat template changes earlier answers, for example by removing their thoughts. The
+    finding says before which messages it does so, and what `history="template"` would cost."""
     try:
         trials = try_turns(subject)[1]
     except RendererError:
