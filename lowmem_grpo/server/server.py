@@ -84,9 +84,9 @@ class Gate:
         return counted
 
     def too_large(self, size: str) -> ChatError:
-        return ChatError(413, f"the request's body has {size}; at most {self.limits.body_bytes} are taken: send fewer "
-                              "or shorter messages, or raise body_bytes of Limits", None, "request_too_large",
-                         CLOSE_CONNECTION)
+        return ChatError(413, f"the request's body has {size}; at most {self.limits.body_bytes} are taken: send less "
+                              "in one request, or raise body_bytes of Limits (lowmem-grpo serve cannot raise it)", None,
+                         "request_too_large", CLOSE_CONNECTION)
 
 
 def as_response(error: ChatError) -> JSONResponse:
