@@ -31,7 +31,6 @@ class Served:
     context: int
 
     def check_base(self, name: Any) -> None:
-        """Raise ValueError for the name of another model."""
         if name not in (self.name, self.loaded_as):
             raise ValueError(f"base_model is {name!r}; this server has {self.loaded_as!r}")
 
@@ -60,8 +59,7 @@ Answers = Callable[[ApiRequest], Json | None]
 
 
 def route(answers: Answers, refuse: Callable[[str], None] | None = None) -> Callable[[Request], Any]:
-    """Return a route that answers in a thread. If a request is refused for good (not 429), `refuse` is called with its
-    user."""
+    """Return a route that answers in a thread. `refuse` gets the user of a request that is refused for good."""
     async def endpoint(request: Request) -> Response:
         asked = await ApiRequest.read(request)
         try:
@@ -76,8 +74,7 @@ def route(answers: Answers, refuse: Callable[[str], None] | None = None) -> Call
 
 
 async def checked(call: Callable[[], T], here: bool = False) -> T:
-    """Run a call in a thread and return its result. With `here`, the call runs in this thread: for calls that do not
-    block, since changing threads is slow while another thread computes. Errors are mapped by `client_errors`."""
+    """Return a call's result, run in a thread, or with `here` at once if it does not block. Raises ChatError."""
     with client_errors():
         return call() if here else await run_in_threadpool(call)
 
