@@ -92,8 +92,8 @@ class Dispatcher:
             self.queue.end_job(job, FAILED, f"{cause}; `lowmem-grpo logs {job.id}` says more", code)
 
     def record_loss(self, job: Job) -> None:
-        """Requeue a job whose processes vanished. If its run had finished, it was asked to stop, or it was started
-        MOST_GOES times, record its end instead."""
+        """Requeue a job whose processes vanished. End the job instead if its run had finished, if the job was to stop,
+        or after MOST_GOES starts."""
         summary = self.queue.folder_of(job) / "run" / SUMMARY
         if (summary.exists() and summary.stat().st_mtime > (job.began or 0.0)
                 and json_file(summary).get("status") == "finished"):

@@ -141,7 +141,7 @@ class JobQueue:
         return self.change(job, state=state, why=why, exit_code=exit_code, ended=time.time())
 
     def change(self, job: Job, **values: Any) -> Job:
-        """Update a job unless its state in the database has changed, and return the job as it is there now."""
+        """Update a job unless its state in the database has changed since `job` was read. Return the current job."""
         columns = ", ".join(f"{name} = ?" for name in values)
         self.database.change(f"UPDATE jobs SET {columns} WHERE id = ? AND state = ?",
                              (*values.values(), job.id, job.state))

@@ -57,8 +57,8 @@ class ChatHandler:
     async def create(
         self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded, texts: bool = False,
     ) -> dict[str, Any]:
-        """Return the JSON reply to a chat, or to plain prompts if `texts`. `record` is awaited with the choices before
-        that. If several cached turns match the chat, one of the same `session` is continued. Raises ChatError."""
+        """Return the JSON reply to a chat, or to plain prompts if `texts`, after awaiting `record` with the choices. If
+        several cached turns match the chat, one of the same `session` is continued. Raises ChatError."""
         if body.get("stream") is True:
             raise ChatError(400, "stream is true; a stream comes from stream(), a whole reply from create()", "stream")
         pending = self.start_request(body, session, texts)

@@ -79,7 +79,7 @@ class CachedTurn:
 
 @dataclass(eq=False)
 class PromptState:
-    """A request's prompt as tokens, with the cache's data for its completions."""
+    """A request's prompt as tokens, and the state that is needed to cache its completions."""
 
     ids: list[int]  # (P,)
     key: int
@@ -97,7 +97,7 @@ class ConversationCache:
         self, tokenizer: PreTrainedTokenizerBase, max_tokens: int = 8_000_000, max_turns: int = 50_000,
         template_kwargs: Mapping[str, Any] | None = None, keys: Iterator[int] | None = None,
     ) -> None:
-        """`template_kwargs` are defaults for requests. `keys` is an iterator that the caches of one worker share."""
+        """`template_kwargs` are defaults for requests. `keys` yields conversation numbers for a worker's caches."""
         self.max_tokens, self.max_turns = max_tokens, max_turns
         self.tokenizer = copy.deepcopy(tokenizer)  # it keeps the options of its last call
         self.template_kwargs = dict(template_kwargs or {})
@@ -115,8 +115,8 @@ class ConversationCache:
         model: str = "", template_kwargs: Mapping[str, Any] | None = None, turn: str = "",
     ) -> PromptState:
         """Return the prompt of messages in plain form (see request.py); call `close_prompt` afterwards. If the last
-        assistant message matches cached turns of this `model`, the prompt extends the tokens of one: preferably of the
-        one named `turn`, then of the same session, then not yet continued, then the newest. RendererError if the chat
+        assistant message matches cached turns of this `model`, the prompt extends one. Preferred are, in this order,
+        the turn named `turn`, turns of the same session, turns not yet continued, newer ones. RendererError if the
         template refuses."""
         with self.lock:
             dialect = self.dialect_for(tools, template_kwargs)
@@ -189,8 +189,8 @@ class ConversationCache:
     def dialect_for(
         self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None
     ) -> Dialect:
-        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if the template has no
-        form for tool calls."""
+        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if the template does not
+        render tool calls."""
         kwargs = self.template_kwargs | dict(template_kwargs or {})
         key = canonical([tools or None, kwargs])
         if key not in self.dialects:

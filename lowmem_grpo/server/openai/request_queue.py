@@ -93,8 +93,8 @@ class RequestQueue:
     def take_calls(
         self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, expected: Round
     ) -> list[Call]:
-        """Return up to `most` calls (None: all) with this key. If items of another key wait, return none, unless these
-        are the `first` calls of a session.
+        """Return up to `most` calls (None: all) with this `batch_key`. If items of another key wait, return none,
+        unless these are the `first` calls of a session.
 
         With `wait`, block until an item comes, and then until there are as many calls as in the `expected` round. Stop
         waiting if an item of another key comes, or if no call comes for a fraction of that round's seconds."""
@@ -138,7 +138,7 @@ class Keys:
         return next(self.numbers)
 
     def number_of(self, call: Call, engine_session: int) -> int:
-        """Return the number of a call's conversation; new in each session for a saved adapter, which may change."""
+        """Return the number of a call's conversation; sessions share none for a saved adapter, which may change."""
         if call.key is None:
             return self.new()
         name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else engine_session)
@@ -211,7 +211,7 @@ class EngineSession:
         return self.last if self.begun else self.before
 
     def enter(self, call: Call) -> Request:
-        """Add a call, and return its engine request; the request has a new key if its own is in use."""
+        """Add a call, and return its engine request, with a new key if the call's key is in use."""
         key = self.keys.number_of(call, self.number)
         if key in self.open:
             key = self.keys.new()
@@ -220,7 +220,7 @@ class EngineSession:
 
 
 def turn_of(call: Call, rollout: Rollout) -> Turn:
-    """Return a completion as a turn, with the version of the live policy or saved adapter, or -1 for the base."""
+    """Return a completion as a turn, with the version of the live policy or saved adapter, or -1 for the base model."""
     usual = -1 if call.adapter is None else 0
     version = rollout.policy_version if call.adapter == LIVE else usual if call.version is None else call.version
     return Turn(call.ids, rollout.completion_ids, rollout.rollout_logprobs, rollout.finish_reason, rollout.text,

@@ -121,9 +121,9 @@ def listed_run(path: Path, folder: Path) -> Listed:
 
 
 def state_of(path: Path) -> str:
-    """Return "running" if the process in the run's lock file is alive, or "silent" if that is on another machine and
-    wrote nothing for `SILENT` seconds. Otherwise return the ending in the run's summary, "killed" if there is none or
-    the lock file was left behind, and "waiting" without records."""
+    """Return "running" if the process in the run's lock file is alive, "silent" if the process is on another machine
+    and the run wrote nothing for `SILENT` seconds. Otherwise return the ending in the run's summary, "killed" if there
+    is none or the lock file was left behind, or "waiting" without records."""
     owner, status = owner_of(path / FILE), str(json_file(path / SUMMARY).get("status") or "")
     if owner and is_alive(owner):
         is_silent = owner.get("host") != socket.gethostname() and time.time() - newest(path) > SILENT
@@ -151,7 +151,7 @@ def newest(path: Path) -> float:
 
 
 def holds_lock(path: Path, owner: dict[str, Any]) -> bool:
-    """Return whether the kernel says that this process holds the lock, since another may have its pid by now."""
+    """Return whether the kernel lists this process as the lock's holder; its pid alone may have been reused."""
     if owner.get("host") != socket.gethostname() or owner.get("boot") != boot() or not is_alive(owner):
         return False
     try:

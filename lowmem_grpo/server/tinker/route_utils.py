@@ -22,8 +22,6 @@ SMALL = 64 * 1024  # the most bytes of a body that is parsed in a few millisecon
 
 @dataclass(frozen=True)
 class Served:
-    """The facts about the served model that clients request."""
-
     name: str  # the name that clients use, also to load its tokenizer
     loaded_as: str  # the name with which the server was started, also accepted
     tokenizer: str  # a name on the hub, or a folder
@@ -74,7 +72,7 @@ def route(answers: Answers, refuse: Callable[[str], None] | None = None) -> Call
 
 
 async def checked(call: Callable[[], T], here: bool = False) -> T:
-    """Return a call's result, run in a thread, or with `here` at once if it does not block. Raises ChatError."""
+    """Run a call in a thread, or `here` if it does not block, and return its result. Raises ChatError."""
     with client_errors():
         return call() if here else await run_in_threadpool(call)
 

@@ -271,7 +271,7 @@ def path_in(asked: ApiRequest) -> str:
 
 
 def page_of(asked: ApiRequest, name: str, entries: list[T], shown: Callable[[T], Json], usual: int) -> Json:
-    """Return the requested part of a list under its name, by default the first `usual` entries."""
+    """Return the requested entries of a list under the list's `name`; by default the first `usual` entries."""
     page = calls.read(calls.ListPage, asked.query)
     most = min(page.limit or usual, MOST)
     return {name: list(map(shown, entries[page.offset:page.offset + most])),

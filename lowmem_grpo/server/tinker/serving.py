@@ -102,8 +102,7 @@ class ServedModel:
 def serve_model(
     name: str, database: Database, folder: Path, allowances: Allowances | None = None, **loading: Any
 ) -> ServedModel:
-    """Load a model, and resume its clients' models from `folder`. `loading` goes to
-    FastLanguageModel.from_pretrained."""
+    """Load a model, and resume its clients' models from `folder`. `loading` goes to `from_pretrained`."""
     model, _ = FastLanguageModel.from_pretrained(name, **loading)
     lora = FastLanguageModel.get_peft_model(model, r=1)  # the active adapter while no client's is
     policy = Policy(lora.inner)
