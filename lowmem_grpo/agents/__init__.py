@@ -1,6 +1,4 @@
-"""Agents in plain Python, under ART's names: `from lowmem_grpo import agents as art`.
-
-Each name is imported when it is first used."""
+"""Agents in plain Python, under ART's names: `from lowmem_grpo import agents as art`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,4 @@
-"""ART's `dev`: the options of `model._internal_config`; and `ModelOptions`, which maps them and this package's names to
-loading, LoRA and training in LocalBackend. Options without a meaning here are refused by name."""
+"""ART's `dev`: the options of `model._internal_config`. `ModelOptions` sorts them by loading, LoRA and training."""
 
 import inspect
 import json
@@ -55,7 +54,7 @@ NAMES = ("EngineArgs", "InitArgs", "InternalModelConfig", "LoRAConfig", "OpenAIS
 
 
 class InternalModelConfig(TypedDict, total=False):
-    """The options of a model, by the part that takes them."""
+    """The options of `_internal_config`, for loading, vLLM, LoRA, training and the chat template."""
 
     init_args: InitArgs
     engine_args: EngineArgs
@@ -136,7 +135,7 @@ class ModelOptions:
         return self.adapt(bare)
 
     def adapt(self, model: Any) -> Any:
-        """Return a loaded model with its adapter, or a new one if it has none. Set the tokenizer's chat template."""
+        """Add an adapter to a loaded model that has none, set the tokenizer's chat template, and return the model."""
         adapted = model if hasattr(model, "peft_config") else FastLanguageModel.get_peft_model(model, **self.lora)
         if self.chat_template is not None:
             adapted.loaded.tokenizer.chat_template = self.chat_template
@@ -161,8 +160,7 @@ def taken_by(method: str) -> set[str]:
 
 
 def context_of(base_model: str, loading: Mapping[str, Any]) -> int | None:
-    """Return a model's context in tokens, at most CONTEXT. Without a config.json it is CONTEXT. If it has no
-    max_position_embeddings, return None."""
+    """Return a model's context in tokens, at most CONTEXT; None if config.json has no max_position_embeddings."""
     where = {name: loading.get(name) for name in ("revision", "token", "cache_dir")}
     folder = Path(find(base_model, **where, local_files_only=bool(loading.get("local_files_only"))))
     if not (folder / "config.json").is_file():

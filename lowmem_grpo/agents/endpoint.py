@@ -1,5 +1,4 @@
-"""`Endpoint`: an OpenAI-compatible HTTP server for the model in this process, on a loopback address; and trajectories
-recorded from an endpoint's session or a coroutine's calls, or yielded inside a coroutine."""
+"""`Endpoint`: an OpenAI-compatible HTTP server on loopback; and trajectories recorded from an agent's calls."""
 
 import asyncio
 import atexit
@@ -26,8 +25,8 @@ S = TypeVar("S", bound=Session)
 
 
 class Endpoint:
-    """An HTTP server for a ChatHandler at `base_url`, in a thread of this process, for clients on this machine that
-    have `api_key`. It ends with the program or with `close`; the main thread still handles Ctrl-C."""
+    """An HTTP server at `base_url`, in a thread of this process, for clients on this machine that have `api_key`. It
+    ends with the program or with `close`."""
 
     def __init__(
         self, chat: ChatHandler, *, port: int = 0, host: str = LOOPBACK, limits: Limits | None = None,
@@ -71,7 +70,6 @@ class Endpoint:
         return self.start_session(Session)
 
     def start_session(self, kind: type[S]) -> S:
-        """Open a session of this class, and return it; its address answers at once."""
         if self.closed:
             raise RuntimeError("the endpoint is closed; begin a session before it is")
         session = kind(self.address, self.api_key, self.limits, self.sessions.forget)
@@ -100,7 +98,6 @@ class Endpoint:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise ValueError for a host that is not loopback, or an invalid port."""
     if host not in HOSTS:
         raise ValueError(f"host is {host!r}; an endpoint answers on {LOOPBACK} only, since whoever reaches it uses "
                          "this machine. Leave host out, and reach it from elsewhere through a tunnel: "
@@ -162,7 +159,7 @@ YIELDED: ContextVar[list[Trajectory] | None] = ContextVar("lowmem_grpo_yielded",
 
 
 async def run_with(coroutine: Awaitable[Any], values: dict[ContextVar[Any], Any]) -> None:
-    """Await a coroutine in a new task, in which these variables have these values."""
+    """Await a coroutine in a new task, in which context variables have these values."""
     async def run() -> None:
         for variable, value in values.items():
             variable.set(value)
@@ -194,16 +191,14 @@ async def capture_auto_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajec
 
 
 def yield_trajectory(trajectory: Trajectory) -> None:
-    """Hand a trajectory to the `capture_yielded_trajectory` that runs this coroutine. Without one do nothing, as in
-    ART: the coroutine can also be run alone."""
+    """Hand a trajectory to the `capture_yielded_trajectory` that runs this coroutine; without one, do nothing."""
     taken = YIELDED.get()
     if taken is not None:
         taken.append(trajectory)
 
 
 async def capture_yielded_trajectory(coroutine: Coroutine[Any, Any, Any]) -> Trajectory:
-    """Run a coroutine, and return the last trajectory that it passes to `yield_trajectory`. RuntimeError if there is
-    none."""
+    """Run a coroutine, and return the last trajectory that it yields (`yield_trajectory`). RuntimeError without one."""
     taken: list[Trajectory] = []
     await run_with(coroutine, {YIELDED: taken})
     if not taken:

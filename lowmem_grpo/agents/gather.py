@@ -30,9 +30,7 @@ async def gather_trajectory_groups(
     errors are kept in `group.exceptions`. If one more rollout fails, its error is raised, and all others are cancelled.
     after_each: is called with each complete group, for example to score it. Its result replaces the group; None drops
     the group. timeout: seconds for each rollout. A rollout that takes longer fails and is cancelled, but a blocking one
-    (time.sleep, a loop without await) cannot be cancelled. max_metrics: the number of means that the bar shows.
-
-    A coroutine of your own that fails in place of a group counts as one failed rollout, and the group is left out."""
+    (time.sleep, a loop without await) cannot be cancelled. max_metrics: the number of means that the bar shows."""
     say_deprecated(pbar_total_completion_tokens)
     chosen = members_of(groups, "gather_trajectory_groups takes a list of groups", "gather_trajectory_groups([group])")
     for group in chosen:

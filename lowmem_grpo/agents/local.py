@@ -1,5 +1,4 @@
-"""`LocalBackend`, which trains registered models and serves them, in this process and on this machine. The module has
-ART's name."""
+"""`LocalBackend`: trains registered models and serves them, in this process."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -29,23 +28,16 @@ class LocalTrainResult:
 
 
 class LocalBackend:
-    """Trains models with this package's memory plan, engine and records. A model's folder is path/project/name.
-
-        backend = LocalBackend()
-        await model.register(backend)
-
-    A registered model resumes from its newest checkpoint. `async with` closes the backend on exit, and so does the end
-    of the program."""
+    """Trains registered models, each in its folder path/project/name, from the newest checkpoint on. The end of an
+    `async with` block closes the backend, and so does the end of the program."""
 
     def __init__(
         self, *, path: str | Path | None = None, model: Any = None, in_process: bool = True,
         gpu_cost_per_hour_usd: float | None = None, **options: Any,
     ) -> None:
         """`options` are keyword options of FastLanguageModel.from_pretrained, get_peft_model and GRPOConfig; a model's
-        `_internal_config` overrides them. `model` is a model that is already loaded.
-
-        `in_process` has no effect, as there is no other process. TypeError for an unknown option, ValueError for one
-        that is not supported."""
+        `_internal_config` overrides them. `model` is a model that is already loaded. `in_process` has no effect.
+        TypeError for an unknown option, ValueError for one that is not supported."""
         if gpu_cost_per_hour_usd is not None:
             raise ValueError(f"gpu_cost_per_hour_usd is {gpu_cost_per_hour_usd}: prices are not logged; multiply the "
                              "hours in summary.json (train_seconds), and leave it out")
@@ -97,10 +89,8 @@ class LocalBackend:
         **options: Any,
     ) -> LocalTrainResult:
         """Train one step on these groups, and write a checkpoint. `options` are ART's (see train_config.py), or
-        settings of GRPOConfig that may change from step to step.
-
-        Calls in the engine are finished first. If nothing can be trained on, no step is made, and a warning says
-        why."""
+        settings of GRPOConfig that may change from step to step. Calls in the engine are finished first. If nothing can
+        be trained on, no step is made, and a warning says why."""
         run = self.run(model)
         groups = list(trajectory_groups)
         if wrong := [group for group in groups if not isinstance(group, TrajectoryGroup)]:
@@ -115,8 +105,8 @@ class LocalBackend:
         self, model: Any, groups: Iterable[TrajectoryGroup], split: str = "val",
         metrics: Mapping[str, float] | None = None, step: int | None = None,
     ) -> None:
-        """Write the means of trajectories that are not trained on into the records, as val/reward and so on, and the
-        caller's metrics. Metrics that `train` wrote are not written again. ValueError for a wrong split or step."""
+        """Write `metrics`, and the means of trajectories that are not trained on, into the run's records as SPLIT/NAME.
+        Metrics that `train` wrote are not written again. ValueError for a wrong split or step."""
         require("split", split, TEXT)
         check_given({"step": step}, {"step": at_least(0)})
         step = None if step is None else int(step)

@@ -1,5 +1,4 @@
-"""`LocalRun`: one model that is sampled from and trained in this process, and the folder of its run. An openai client
-reaches the model without a socket."""
+"""`LocalRun`: a model that is sampled from and trained in this process; its openai client needs no socket."""
 
 import asyncio
 import atexit
@@ -42,9 +41,8 @@ httpx: Any = import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.
 
 
 def client_of(chat: ChatHandler, timeout: float | None = None) -> openai.AsyncOpenAI:
-    """Return a client whose `chat.completions` come from the model (`choices[i].turn` names the turn), and which lists
-    models; other routes answer 404. A call from the asyncio task of a rollout is recorded for that rollout.
-    `timeout` is in seconds per call."""
+    """Return an openai client for chat completions and the list of models; other routes answer 404. `choices[i].turn`
+    names the sampled turn. Calls in a rollout's asyncio task are recorded for the rollout. `timeout` is in seconds."""
     return openai.AsyncOpenAI(base_url="http://in-this-process/v1", api_key="none", max_retries=0, timeout=timeout,
                               http_client=OpenClient(transport=ChatTransport(chat), trust_env=False))
 
@@ -173,7 +171,6 @@ class LocalRun:
         self.trainer.model.close_engine()
 
     def in_worker(self, function: Callable[[], T], sleep: bool = True) -> "asyncio.Future[T]":
-        """Run a function in the worker's thread, between calls, and return a future of its result."""
         future: Future[T] = self.worker.run(function, sleep)
         return asyncio.wrap_future(future)
 
@@ -257,7 +254,7 @@ class LocalRun:
         await self.in_worker(partial(self.note, tally, split, at), sleep=False)
 
     def note(self, tally: Tally, split: str, step: int) -> None:
-        """Write the sums and means of the tallies of all ranks. If the tallies are empty, write nothing."""
+        """Write the sums and means of the tallies of all ranks, unless the tallies are empty."""
         if line := Tally.total(self.ranks.gather(f"the log of {split}", tally)).of_split(split):
             self.trainer.note(line, step)
 

@@ -27,11 +27,9 @@ STATE = "program_state.json"  # a program's own state, in the folder of its run
 
 
 class Model(BaseModel, Generic[ConfigT]):
-    """A model that is prompted and not trained, for example to compare with. openai's own client requests it as
-    `inference_model_name` (by default its name) at `inference_base_url` with `inference_api_key`.
-
-    Without a URL the requests go to OpenAI; if there is no key either, the client reads OPENAI_API_KEY. `config` is
-    free for the program's use."""
+    """A model that is prompted and not trained. openai's own client requests it as `inference_model_name` (by default
+    its name) at `inference_base_url` with `inference_api_key`. Without a URL, requests go to OpenAI, by default with
+    OPENAI_API_KEY. `config` is free for the program's use."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
 
@@ -68,7 +66,7 @@ class Model(BaseModel, Generic[ConfigT]):
         return self._backend
 
     async def register(self, backend: "LocalBackend") -> None:
-        """Register the model with a backend, which keeps its folder. TypeError for anything but a backend."""
+        """Register the model with a backend. TypeError for anything else."""
         if not hasattr(backend, "register"):
             raise TypeError(f"register takes a backend, and got {described(backend)}: LocalBackend()")
         await backend.register(self)
@@ -114,11 +112,9 @@ class Model(BaseModel, Generic[ConfigT]):
 
     @property
     def folder_name(self) -> str:
-        """The name of the run's folder."""
         return getattr(self, "run_name", None) or self.name
 
     def folder(self) -> Path:
-        """Return the folder of the model's run."""
         return Path(getattr(self._backend, "path", None) or self.base_path) / self.project / self.folder_name
 
     def read_state(self) -> dict[str, Any] | None:
@@ -130,7 +126,7 @@ class Model(BaseModel, Generic[ConfigT]):
             raise ValueError(f"{path} is no JSON object ({error}): mend or remove it") from error
 
     def overwrite_state(self, state: Mapping[str, Any]) -> None:
-        """Write this state into the run's folder, in place of any earlier one; of several processes the first one
+        """Write this state into the run's folder, in place of any earlier one; of several processes only the first one
         writes. TypeError for values that JSON cannot hold."""
         text, path = json.dumps(mapping_of(state), indent=2), self.folder() / STATE
         if this_place().leads:
@@ -138,7 +134,7 @@ class Model(BaseModel, Generic[ConfigT]):
             replace_text(path, text)
 
     def merge_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge this into the saved state, nested dicts included, and return the result."""
+        """Merge `state` into the saved state, nested dicts included, and return the result."""
         merged = merge(self.read_state() or {}, mapping_of(state))
         self.overwrite_state(merged)
         return merged
@@ -182,9 +178,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
             self.inference_base_url = self.inference_api_key = None
 
     def judge(self, **options: Any) -> Judge:
-        """Return the base model (the adapter off) as a judge that samples with the run's engine, for
-        `ruler_score_group(group, model.judge())`. It takes the options of `rewards.SelfJudge`. Equal options return the
-        same judge, with its earlier judgements."""
+        """Return the base model (the adapter off) as a judge for `ruler_score_group`, with the options of
+        `rewards.SelfJudge`. Equal options return the same judge, with its earlier judgements."""
         return self.backend().run(self).judge(**options)
 
     def openai_client(self) -> Any:
@@ -214,9 +209,8 @@ class TrainableModel(Model[ConfigT], Generic[ConfigT]):
         self, trajectory_groups: Iterable[TrajectoryGroup] | Iterable[Trajectory], config: Any = None, *,
         _config: Mapping[str, Any] | None = None, verbose: bool = False, **options: Any,
     ) -> Any:
-        """Train one step on these groups, and write a checkpoint. Returns a LocalTrainResult.
-
-        `config` is a TrainConfig; `_config` and `options` are options of `backend.train`."""
+        """Train one step on these groups, and write a checkpoint. Returns a LocalTrainResult. `config` is a
+        TrainConfig; `_config` and `options` are options of `backend.train`."""
         del verbose  # no effect here
         return await self.backend().train(self, groups_of(trajectory_groups), config=config, **(dict(_config or {})),
                                           **options)
@@ -243,7 +237,6 @@ def groups_of(rollouts: Any) -> list[TrajectoryGroup]:
 
 
 def mapping_of(state: Any) -> dict[str, Any]:
-    """Return a state as a dict; TypeError if it is not a mapping."""
     if not isinstance(state, Mapping):
         raise TypeError(f"a state is a dict such as {{'epoch': 1}}, and got {described(state)}")
     return dict(state)

@@ -88,7 +88,7 @@ class Progress:
 
     async def watch(self, rollout: Awaitable[Any], kinds: tuple[type, ...], noun: str) -> Any:
         """Return a rollout's result, or its error, which is counted here. `kinds` are the allowed types of a result;
-        `noun` names them. A CancelledError from a client is an error too; a cancellation of this task is raised."""
+        `noun` names them. A client's CancelledError is an error too; a cancellation of this task is raised."""
         SESSION.set(uuid4().hex)  # for this task only
         limit = asyncio.timeout(self.timeout)
         try:

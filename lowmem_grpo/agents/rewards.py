@@ -1,7 +1,4 @@
-"""RULER: a judge sees the trajectories of a group side by side and scores them relative to each other.
-
-`ruler` is ART's function, with this package's judges: a model named by its URL or provider, a Judge object, or the
-run's own base model. See docs/judge.md."""
+"""RULER, ART's reward: a judge scores the trajectories of a group relative to each other. See docs/judge.md."""
 
 import asyncio
 import copy
@@ -109,7 +106,6 @@ async def ruler_score_group(
 
 
 def rewarded(trajectory: Trajectory, score: TrajectoryScore) -> Trajectory:
-    """Return a copy with the judge's score as its reward; the former reward is kept in `metrics`."""
     metrics = {**trajectory.metrics, "independent_reward": trajectory.reward, "ruler_score": score.score}
     logs = [*trajectory.logs, f"RULER: {score.explanation}"]
     return trajectory.model_copy(update={"reward": score.score, "metrics": metrics, "logs": logs})
@@ -160,7 +156,6 @@ def lines_of(histories: Sequence[History], tools: str) -> Transcript:
 
 
 def tools_text(tools: list[dict[str, Any]] | None) -> str:
-    """Return the tools as text for the judge; empty if there are none."""
     return "\n".join([TOOLS, *map(as_line, tools)]) if tools else ""
 
 
@@ -233,7 +228,6 @@ class EngineJudge(SelfJudge):
         self.worker, self.lock = worker, threading.Lock()
 
     async def rate(self, questions: list[Question]) -> Round:  # type: ignore[no-redef]
-        """Return a round with the ratings of the questions that the base model answered. Failures raise no error."""
         return await asyncio.to_thread(super().rate, questions)
 
     def encode(self, question: Question, fault: str | None, now: Round) -> list[int] | None:

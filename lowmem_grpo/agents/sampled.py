@@ -1,6 +1,5 @@
-"""Makes training groups from trajectories. The turn ids in a trajectory's choices name the turns that the policy
-sampled. A choice without a turn id is context, as any message is. In trajectories without choices, plain messages that
-match cached turns of the policy are its turns. Text that matches no cached turn is never trained on."""
+"""Makes training groups from trajectories. A choice's `turn` names the turn that the policy sampled; in a trajectory
+without choices, messages are matched with cached turns. All other text is context, and never trained on."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -127,8 +126,7 @@ class Member:
         return names
 
     def show(self, said: list[Message], turn: Turn | None) -> None:
-        """Append messages to the replies of the last turn; if `turn` is given, of the turn before it. If there is no
-        such turn, append them to the opening."""
+        """Append messages to the replies of the turn before `turn` (None: of the last turn), or else to the opening."""
         shown = [*self.turns.values()]
         earlier = shown if turn is None else shown[:-1]
         (earlier[-1].replies if earlier else self.opening).extend(said)

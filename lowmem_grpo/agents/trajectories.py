@@ -1,5 +1,4 @@
-"""The result of a rollout in plain Python: the messages of an agent, and the reward for all of them. The sampled tokens
-are in the cached turn that a `Choice` of `model.openai_client()` names (`turn`), as the engine returned them."""
+"""The results of rollouts: an agent's messages and its reward. A choice's `turn` names its sampled tokens."""
 
 import copy
 import time
@@ -61,7 +60,6 @@ class Trajectory(History):
         return [self, *self.additional_histories]
 
     def log(self, message: str) -> None:
-        """Add a line to the logs of this rollout."""
         self.logs.append(message)
 
     def finish(self) -> "Trajectory":
@@ -147,7 +145,6 @@ class TrajectoryGroup(BaseModel, metaclass=Grouped):
         return with_own_containers(super().__copy__())
 
     def log(self, message: str) -> None:
-        """Add a line to the logs of this group."""
         self.logs.append(message)
 
     def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]
@@ -191,7 +188,7 @@ def members_of(
     members: Any, taker: str = "TrajectoryGroup takes a list of rollouts or trajectories",
     right: str = "TrajectoryGroup(rollout(model, task) for _ in range(8))",
 ) -> list[Any]:
-    """Return `members` as a list. TypeError for a single member, which says what `taker` takes, and what is `right`."""
+    """Return `members` as a list. TypeError for a single member, with the texts `taker` and `right`."""
     if is_awaitable(members) or isinstance(members, BaseModel | str | Mapping) or not isinstance(members, Iterable):
         if hasattr(members, "close"):
             members.close()  # a coroutine that will not be awaited
@@ -209,7 +206,7 @@ def failure_of(failure: Any) -> FailedRollout | Mapping[str, Any]:
 
 
 def tokens_of(choice: Choice) -> int | None:
-    """Return a choice's number of tokens, as the model's own client or else its logprobs tell; None without either."""
+    """Return a choice's number of tokens, from its field `completion_tokens` or its logprobs; None without either."""
     said = (choice.model_extra or {}).get("completion_tokens")
     logged = choice.logprobs and (choice.logprobs.content or choice.logprobs.refusal)
     return said if isinstance(said, int) else len(logged) if logged else None

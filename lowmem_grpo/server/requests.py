@@ -1,5 +1,4 @@
-"""Requests to all endpoints: their bodies as pydantic models, their bounds (`Limits`), and `ChatError`, the reply to a
-refused request. Validation errors are described in readable words."""
+"""Requests to all endpoints: pydantic bodies, their bounds (`Limits`), and `ChatError`, the reply to a refused one."""
 
 import json
 from dataclasses import dataclass

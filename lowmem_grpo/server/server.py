@@ -27,8 +27,7 @@ BACKLOG = 2048  # connections that wait to be accepted
 
 
 class Gate:
-    """The middleware that checks headers, host, key and body size. It answers in OpenAI's format (Starlette
-    would answer in plain text), and refuses a body with too large a declared size before it reads a byte of it."""
+    """The middleware that checks headers, host, key and body size, and answers refusals in OpenAI's format."""
 
     def __init__(
         self, app: ASGIApp, holds: Callable[[str], object], limits: Limits, hosts: Sequence[str] | None = HOSTS,
@@ -105,8 +104,7 @@ def routes_text(prefix: str, router: APIRouter) -> str:
 def make_server_app(
     routers: Mapping[str, APIRouter], holds: Callable[[str], object], limits: Limits, everywhere: bool = False,
 ) -> ASGIApp:
-    """Return an application of `routers` by prefix, behind a `Gate` that looks keys up with `holds`. `everywhere`
-    accepts any Host header, not only loopback names."""
+    """Return an application of `routers` by prefix, behind a `Gate`. `everywhere` accepts any Host header."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     for prefix, router in routers.items():
         app.include_router(router, prefix=prefix)
@@ -165,11 +163,9 @@ def made_for(app: ASGIApp) -> uvicorn.Server:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Turn SIGTERM (systemd, Docker, Slurm) and SIGHUP (a closed terminal) into SystemExit inside the block, so that
-    cleanup runs and the process ends with status 143. A second signal, as `timeout` sends it, does not interrupt the
-    cleanup. SIGHUP stays ignored if it was (nohup).
-
-    A uvicorn server inside the block handles SIGTERM itself, finishes its replies, and raises it again."""
+    """Turn SIGTERM, and SIGHUP unless it is ignored (nohup), into SystemExit inside the block, so that cleanup runs and
+    the process ends with status 143. A second signal does not interrupt the cleanup. A uvicorn server inside the block
+    handles SIGTERM itself, finishes its replies, and raises it again."""
     came: list[int] = []
 
     def end(number: int, *_: object) -> None:

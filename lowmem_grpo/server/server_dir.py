@@ -1,5 +1,4 @@
-"""`ServerDir`: a server's folder with its jobs, its address, and its `Database`, the state that survives a kill;
-`ServerClient`: requests to a server."""
+"""`ServerDir`: a server's folder, with its `Database`, address and jobs; `ServerClient`: requests to a server."""
 
 import contextlib
 import http.client
@@ -34,8 +33,7 @@ class Address:
 
 
 class Database:
-    """An SQLite file with a write-ahead log: a transaction that `write` committed survives the process. A lock lets one
-    thread use it at a time. `tables` are statements that can run repeatedly (`CREATE TABLE IF NOT EXISTS`)."""
+    """A thread-safe SQLite file with a write-ahead log. `tables` are `CREATE TABLE IF NOT EXISTS` statements."""
 
     def __init__(self, path: Path, tables: Sequence[str] = ()) -> None:
         """Open or create the file, readable by its owner only. OSError if that fails or the file is not a database."""
@@ -57,7 +55,6 @@ class Database:
                           "made; what it held is then not known") from error
 
     def add(self, tables: Sequence[str]) -> None:
-        """Run statements that create tables."""
         with self.write() as connection:
             for statement in tables:
                 connection.execute(statement)
@@ -70,8 +67,8 @@ class Database:
 
     @contextlib.contextmanager
     def write(self, waits: bool = True) -> Iterator[sqlite3.Connection]:
-        """Run the block as one transaction, rolled back on any error. OSError if the disk refuses it. Without `waits`
-        the transaction survives a kill; it survives a power cut only after the next commit that waits for the disk."""
+        """Run the block as one transaction, rolled back on any error. OSError if the disk refuses it. A committed
+        transaction survives a kill, and with `waits` also a power cut."""
         with self.lock:
             try:
                 self.wait_for_disk(waits)
@@ -91,7 +88,6 @@ class Database:
             return connection.execute(statement, values).rowcount
 
     def undo(self) -> None:
-        """Roll back the open transaction, if there is one."""
         if self.connection.in_transaction:
             self.connection.execute("ROLLBACK")
 
@@ -178,8 +174,6 @@ class RemoteError(RuntimeError):
 
 
 class ServerClient:
-    """An HTTP client for the server at an address."""
-
     def __init__(self, address: Address) -> None:
         self.address = address
         # ignore HTTP_PROXY and its like: the server is reached directly

@@ -28,8 +28,7 @@ MOST_BROWSERS = 1000  # signed in at a time; the oldest is signed out first
 
 @dataclass(frozen=True)
 class Allowance:
-    """The limits of one key's use of a server. A request that exceeds one is refused, or told to retry later; the
-    message names the limit."""
+    """The limits of one key. A request that exceeds one is refused, or told to retry later."""
 
     requests: int = 4096
     """Requests that are not answered yet."""
@@ -77,8 +76,6 @@ class User:
 
 
 class Users:
-    """The known users, looked up by key."""
-
     def __init__(self, owner_key: str, others: Iterable[tuple[User, str]] = ()) -> None:
         """`others` are the users of a key file. ValueError for a duplicate name or key."""
         self.known: dict[bytes, User] = {}
@@ -134,8 +131,7 @@ def user_of(words: list[str], where: str, usual: Allowance) -> tuple[User, str]:
 
 
 class SignIn:
-    """The browsers that are signed in, by cookie. Only hashes of cookies are kept, in memory: after a restart all users
-    sign in again."""
+    """The browsers that are signed in, by the hash of their cookie. A restart of the server signs all of them out."""
 
     def __init__(self, user_of: Callable[[str], User | None], clock: Callable[[], float] = time.monotonic) -> None:
         self.user_of, self.clock = user_of, clock

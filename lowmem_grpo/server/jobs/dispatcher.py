@@ -1,7 +1,7 @@
 """`Dispatcher`: starts the next job when the GPU has room for it, and records how jobs ended.
 
 `python -m lowmem_grpo.server.jobs.dispatcher RECIPE [key=value ...]` is the first command of each job: it waits until
-the GPU has the memory that the recipe's plan asks for."""
+the GPU has enough free memory for the recipe."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ LOST = "its process ended without a word (was the machine started again?)"
 
 
 class Dispatcher:
-    """The thread that starts jobs. Its state is on the disk, so that the next server continues where this one ended."""
+    """The thread that starts jobs. All state is on the disk, so that a restarted server continues."""
 
     def __init__(self, queue: JobQueue, recipes: Path | None = None) -> None:
         """`recipes` is the folder of recipe files that jobs may name."""
@@ -43,7 +43,7 @@ class Dispatcher:
         self.thread.start()
 
     def close(self) -> None:
-        """End the thread. Running jobs continue, and the next server finds them."""
+        """End the thread. Running jobs continue."""
         self.closing.set()
         self.thread.join()
 
@@ -55,7 +55,7 @@ class Dispatcher:
                 logger.warning("jobs: %s", error)
 
     def poll(self) -> None:
-        """Record what became of running jobs, then start waiting jobs in order until one has no room."""
+        """Record what became of running jobs, then start waiting jobs in order until one does not fit on the GPU."""
         for job in self.queue.live():
             self.check_run(job)
         why = ""
@@ -66,7 +66,7 @@ class Dispatcher:
                 self.queue.change(job, why=why)
 
     def check_run(self, job: Job) -> None:
-        """Record the plan, the end or the loss of a live job, and pass on a request to stop."""
+        """Record a running job's planned memory, its end or its disappearance, and forward a request to stop."""
         folder = self.queue.folder_of(job)
         if job.state == STOPPING:
             keeper.ask_to_stop(folder)
@@ -92,8 +92,8 @@ class Dispatcher:
             self.queue.end_job(job, FAILED, f"{cause}; `lowmem-grpo logs {job.id}` says more", code)
 
     def record_loss(self, job: Job) -> None:
-        """Record that a job's run and keeper vanished. The job is requeued, unless the run's summary says that it
-        finished, the job was to stop, or this happened too often."""
+        """Requeue a job whose processes vanished. End the job instead if its run had finished, if the job was to stop,
+        or after MOST_GOES starts."""
         summary = self.queue.folder_of(job) / "run" / SUMMARY
         if (summary.exists() and summary.stat().st_mtime > (job.began or 0.0)
                 and json_file(summary).get("status") == "finished"):
@@ -106,7 +106,7 @@ class Dispatcher:
             self.queue.change(job, state=WAITING, why=f"{LOST}; it goes on from its last checkpoint", resume=True)
 
     def why_not(self, job: Job) -> str:
-        """Return why a job must wait for running jobs; "" if the GPU has enough left for it."""
+        """Return why a job must wait; "" if its share of the GPU is free."""
         live = self.queue.live()
         taken = sum(other.share for other in live)
         if job.share + taken < 1.000001:  # shares 0.3, 0.3 and 0.4 add up to one
@@ -116,8 +116,7 @@ class Dispatcher:
                 f"{job.share:.0%}")
 
     def start_run(self, job: Job) -> None:
-        """Start a job that still waits. The database is updated first; if a job is started twice, the keeper's lock
-        ends the second start."""
+        """Mark a job as running in the database, then start it, unless it was cancelled in the meantime."""
         folder = self.queue.folder_of(job)
         folder.mkdir(parents=True, exist_ok=True)
         for old in (keeper.ENDED, keeper.STOP, PLANNED):
@@ -133,9 +132,9 @@ class Dispatcher:
 
 
 def wait_for_room(recipe: str, arguments: list[str]) -> None:
-    """Wait until this GPU has room for the memory that the plan of a recipe's run needs. Without a GPU, and for a
-    recipe without PRESETS, return at once. The file PLANNED has the reason for the wait. SystemExit, with advice, if
-    the run needs more than its share of an empty GPU."""
+    """Wait until the GPU has enough free memory for a recipe's planned peak, and write the plan to the file PLANNED.
+    Without a GPU, or for a recipe without PRESETS, return at once. SystemExit if the peak exceeds the job's share of
+    the GPU."""
     if driver_version() is None:
         return
     import torch

@@ -1,11 +1,10 @@
-"""The keeper: the process that runs one start of a job, and the functions with which a server controls it.
+"""The keeper: a process that runs a job's command once, and outlives the server; and functions that control it.
 
     python -m lowmem_grpo.server.jobs.keeper FOLDER SECONDS COMMAND ...
 
-The keeper starts the command, enforces its time limit (`inf` for none), and records how it ended; the server may be
-killed and restarted meanwhile. It loads no library. The keeper holds FOLDER/keeper.lock, and the run
-and its children hold FOLDER/run.lock: the kernel releases a lock when its holders exit, however they exit. Creating the
-file FOLDER/stop asks the run to stop."""
+The keeper stops the command after SECONDS (`inf`: no limit) or when the file FOLDER/stop appears, and writes how it
+ended to FOLDER/ended.json. The keeper locks FOLDER/keeper.lock, and the command and its children hold FOLDER/run.lock:
+the kernel releases a lock when its holders exit."""
 
 import contextlib
 import fcntl
@@ -27,8 +26,8 @@ LOOK = 0.1  # seconds between polls of the run
 
 
 def run_command(folder: Path, time_limit: float, command: Sequence[str]) -> None:
-    """Run a command to its end, stop it when asked or at its time limit (seconds), and write ENDED. Do nothing if
-    another keeper already ran this start of the job; BlockingIOError if another keeper is running it."""
+    """Run a command, stop it when the file STOP appears or after `time_limit` seconds, and write ENDED. If ENDED
+    exists, do nothing. BlockingIOError if another keeper runs in this folder."""
     lock_file(folder / KEEPER)  # held until this process exits
     if (folder / ENDED).exists():
         return
@@ -63,7 +62,7 @@ def kill_group(pid: int) -> None:
 
 
 def start_keeper(folder: Path, command: Sequence[str], time_limit: float | None) -> None:
-    """Start a keeper for one start of a job, in a new session, so that it survives this process."""
+    """Start a keeper in a session of its own, so that it survives this process."""
     keeper = [sys.executable, "-m", "lowmem_grpo.server.jobs.keeper", str(folder), str(time_limit or "inf")]
     with open(folder / LOG, "ab") as log:
         subprocess.Popen([*keeper, *command], stdout=log, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT,
@@ -71,7 +70,7 @@ def start_keeper(folder: Path, command: Sequence[str], time_limit: float | None)
 
 
 def ask_to_stop(folder: Path) -> None:
-    """Ask the run to stop after its step. No effect if nothing runs."""
+    """Ask the run in this folder to stop after its current step."""
     (folder / STOP).touch()
     if not is_held(folder / KEEPER) and is_held(folder / RUN):  # the run has lost its keeper
         with contextlib.suppress(ProcessLookupError, ValueError):
@@ -79,12 +78,10 @@ def ask_to_stop(folder: Path) -> None:
 
 
 def is_alive(folder: Path) -> bool:
-    """Return whether a keeper runs in this folder, or a run that has lost its keeper."""
     return is_held(folder / KEEPER) or is_held(folder / RUN)
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process holds this lock."""
     try:
         if path.exists():
             os.close(lock_file(path))

@@ -27,8 +27,6 @@ NOT_YET = "waits for its turn"
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A job that a user submits."""
-
     recipe: str
     options: list[str] = field(default_factory=list)  # `key=value`, as `lowmem-grpo run` takes them
     priority: int = 0  # higher starts first; equal ones in the order of submission
@@ -63,7 +61,7 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class Job(JobRequest):
-    """A row of the queue. Times are seconds since 1970; bytes are GPU memory."""
+    """A job in the queue. Times are seconds since 1970."""
 
     id: int = 0
     owner: str = ""  # the user that submitted it
@@ -79,7 +77,7 @@ class Job(JobRequest):
 
 
 class JobQueue:
-    """All jobs of a server. Thread-safe; each change is on the disk when its method returns."""
+    """All jobs of a server. Thread-safe; each change is on the disk when the method returns."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         """`folder` contains a folder for each job, named by the job's number."""
@@ -95,7 +93,7 @@ class JobQueue:
         return self.one(int(made.lastrowid or 0))
 
     def one(self, number: int, owner: str | None = None) -> Job:
-        """Return the job of this number. LookupError if there is none, or with `owner`, if it is another user's."""
+        """Return a job by its number. LookupError if there is none, or if it is not `owner`'s (None: any user's)."""
         for job in self.where("id = ?", str(number)):  # as a text, since SQLite refuses very large numbers
             if owner in (None, job.owner):
                 return job
@@ -106,11 +104,9 @@ class JobQueue:
         return self.where("owner = ? OR ? IS NULL ORDER BY id DESC", owner, owner)
 
     def waiting(self) -> list[Job]:
-        """Return the waiting jobs, the next one first."""
         return self.where("state = ? ORDER BY priority DESC, id", WAITING)
 
     def live(self) -> list[Job]:
-        """Return the running and stopping jobs, the oldest first."""
         return self.where("state IN (?, ?) ORDER BY id", *LIVE)
 
     def where(self, condition: str, *values: Any) -> list[Job]:
@@ -138,14 +134,14 @@ class JobQueue:
                                peak_bytes=None, options=json.dumps(job.options + options))
 
     def start_job(self, job: Job) -> Job:
-        """Record that a job is about to be started."""
+        """Mark a job as running."""
         return self.change(job, state=RUNNING, why="", goes=job.goes + 1, began=time.time(), ended=None)
 
     def end_job(self, job: Job, state: str, why: str, exit_code: int | None = None) -> Job:
         return self.change(job, state=state, why=why, exit_code=exit_code, ended=time.time())
 
     def change(self, job: Job, **values: Any) -> Job:
-        """Change a job, if it is still in the state in which the caller saw it, and return it as it is now."""
+        """Update a job unless its state in the database has changed since `job` was read. Return the current job."""
         columns = ", ".join(f"{name} = ?" for name in values)
         self.database.change(f"UPDATE jobs SET {columns} WHERE id = ? AND state = ?",
                              (*values.values(), job.id, job.state))

@@ -18,7 +18,7 @@ MOST_LISTED = 500
 
 
 async def as_chat_errors() -> AsyncIterator[None]:
-    """Answer LookupError in a route that depends on this with 404, and ValueError and OSError with 400."""
+    """Answer a LookupError in a route with status 404, and a ValueError or OSError with 400."""
     try:
         yield
     except LookupError as error:
@@ -82,7 +82,7 @@ def jobs_router(queue: JobQueue, check: Callable[[str, list[str]], None]) -> API
 
 
 class JobsSource:
-    """The jobs as a `RunSource` for the page. The owner sees all jobs; a user who may use jobs sees only their own."""
+    """The jobs as a `RunSource` for the page: the server's owner sees all jobs, and other users see only their own."""
 
     def __init__(self, queue: JobQueue, title: str) -> None:
         self.queue, self.title = queue, title
@@ -92,7 +92,6 @@ class JobsSource:
         return [self.listed(job, user) for job in sorted(jobs, key=lambda job: job.state not in LIVE)[:MOST_LISTED]]
 
     def act(self, run: Listed, action: str) -> None:
-        """Stop or resume a job. ValueError if it is not possible any more."""
         self.queue.cancel(int(run.name)) if action == "stop" else self.queue.resume(int(run.name), [])
 
     def listed(self, job: Job, user: User) -> Listed:

@@ -31,14 +31,13 @@ DONE = b"data: [DONE]\n\n"  # the last event of a stream
 
 
 async def unrecorded(choices: list[Choice]) -> None:
-    """Record nothing; the default of `record`."""
+    """Do nothing: the default of the argument `record`."""
 
 
 class ChatHandler:
-    """The handler of completion requests, from any thread and event loop. Each chat answer carries the name of its
-    turn, which `turn` looks up. Sampling defaults are those of training: temperature 1, no truncation. max_tokens is an
-    upper bound: an answer that reaches the context's end stops with "length". If the caller leaves (the coroutine is
-    cancelled), no turn is kept."""
+    """Answers completion requests, from any thread and event loop. Each choice of a chat has an id in `turn`, by which
+    the method `turn` returns the sampled tokens. Sampling defaults are those of training: temperature 1, no truncation.
+    If the coroutine is cancelled, nothing is cached."""
 
     def __init__(
         self, worker: EngineWorker, names: Callable[[], Mapping[str, Adapter]], histories: ConversationCache
@@ -58,8 +57,8 @@ class ChatHandler:
     async def create(
         self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded, texts: bool = False,
     ) -> dict[str, Any]:
-        """Return the JSON reply to a chat, or to plain prompts if `texts`. A chat prefers to continue turns of its own
-        `session`. `record` is awaited with the choices before they are returned. Raises ChatError."""
+        """Return the JSON reply to a chat, or to plain prompts if `texts`, after awaiting `record` with the choices. If
+        several cached turns match the chat, one of the same `session` is continued. Raises ChatError."""
         if body.get("stream") is True:
             raise ChatError(400, "stream is true; a stream comes from stream(), a whole reply from create()", "stream")
         pending = self.start_request(body, session, texts)
@@ -103,8 +102,8 @@ class ChatHandler:
 
 
 class PendingCompletions:
-    """The completions of one request of plain prompts (OpenAI's older API: without a chat template, each prompt a text
-    or token ids) while they are sampled, and the reply made from them. The constructor submits them to the worker."""
+    """A request for completions of plain prompts (OpenAI's older API) in progress. The constructor submits its calls to
+    the worker; `reply` and `chunk` format the results."""
 
     prefix, whole, piece = "cmpl", "text_completion", "text_completion"  # id prefix; `object` of a reply, of a chunk
 
@@ -119,7 +118,7 @@ class PendingCompletions:
         self, chat: ChatHandler, asked: CompletionRequest, adapter: Adapter, prompts: list[list[int]],
         keys: Sequence[int | None],
     ) -> None:
-        """Submit a call for each prompt and each conversation number in `keys`. ChatError if a prompt is too long."""
+        """Submit a call for each pair of a prompt and a conversation key. ChatError if a prompt is too long."""
         step = asked.model.rpartition("@")[2]  # the policy version in a name such as RUN@12
         version = int(step) if step.isdecimal() else None
         self.chat, self.asked, self.turns = chat, asked, list[Turn]()
@@ -178,20 +177,18 @@ class PendingCompletions:
         return self.head | {"object": self.piece, "choices": choices, "usage": usage}
 
     def finish_request(self) -> None:
-        """Cancel the calls that are not done; called after the reply, or when the client has left."""
         for call in self.calls:
             call.future.cancel()
 
 
 class PendingChat(PendingCompletions):
-    """The answers to one chat request. Each becomes a turn of the request's conversation."""
+    """A chat request in progress. Each answer becomes a turn of its conversation."""
 
     prefix, whole, piece = "chatcmpl", "chat.completion", "chat.completion.chunk"
     asked: ChatRequest
 
     def __init__(self, chat: ChatHandler, asked: ChatRequest, adapter: Adapter, session: str, turn: str) -> None:
-        """`turn` is the name of the turn that is continued if several cached ones match. ChatError if the prompt cannot
-        be rendered, or leaves no room for an answer."""
+        """`turn` names the turn to continue if several match. ChatError for a prompt that is invalid or too long."""
         self.histories, self.kept = chat.histories, False
         try:
             self.opening = self.histories.open_prompt(asked.messages, asked.tools, session, asked.model,
@@ -257,8 +254,7 @@ def reply_message(reading: Reading) -> dict[str, Any]:
 
 
 def params_of(asked: CompletionRequest, prompt: int, place: int, context: int) -> SamplingParams:
-    """Return the SamplingParams of completion number `place` of a prompt with `prompt` tokens. ChatError if the prompt
-    leaves no room in the context."""
+    """Return the SamplingParams of completion number `place`. ChatError if `prompt` tokens fill the whole context."""
     room, field = context - prompt, asked.field
     if room < 1:
         raise ChatError(
@@ -270,10 +266,8 @@ def params_of(asked: CompletionRequest, prompt: int, place: int, context: int) -
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Encode an object as a server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def model_entry(name: str, created: int = 0) -> dict[str, Any]:
-    """Return a model's entry in OpenAI's list of models."""
     return {"id": name, "object": "model", "created": created, "owned_by": "lowmem-grpo"}

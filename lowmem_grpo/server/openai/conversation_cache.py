@@ -1,7 +1,5 @@
-"""`ConversationCache`: the sampled turns by name, and the conversations that continue them.
-
-A conversation is defined by the tokens that the engine read and sampled. If a request's messages continue a cached
-turn, the next prompt is that turn's tokens and a bridge of new tokens: sampled text is never tokenized again."""
+"""`ConversationCache`: the sampled turns by name. If a request's messages continue a cached turn, the prompt is that
+turn's tokens and then the tokens of the new messages: sampled text is never tokenized again."""
 
 import copy
 import hashlib
@@ -43,7 +41,7 @@ class Dialect:
 
 @dataclass(eq=False)
 class CachedTurn:
-    """A sampled turn, stored as the tokens that it adds to the turn that it continues."""
+    """A sampled turn, stored without the tokens of its parent."""
 
     name: str
     number: int
@@ -81,7 +79,7 @@ class CachedTurn:
 
 @dataclass(eq=False)
 class PromptState:
-    """The prompt of a request as tokens, and what its completions need to be cached."""
+    """A request's prompt as tokens, and the state that is needed to cache its completions."""
 
     ids: list[int]  # (P,)
     key: int
@@ -99,8 +97,7 @@ class ConversationCache:
         self, tokenizer: PreTrainedTokenizerBase, max_tokens: int = 8_000_000, max_turns: int = 50_000,
         template_kwargs: Mapping[str, Any] | None = None, keys: Iterator[int] | None = None,
     ) -> None:
-        """`template_kwargs` are defaults that a request may override. `keys` number the conversations of all caches of
-        a worker."""
+        """`template_kwargs` are defaults for requests. `keys` yields conversation numbers for a worker's caches."""
         self.max_tokens, self.max_turns = max_tokens, max_turns
         self.tokenizer = copy.deepcopy(tokenizer)  # it keeps the options of its last call
         self.template_kwargs = dict(template_kwargs or {})
@@ -117,11 +114,10 @@ class ConversationCache:
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, session: str = "",
         model: str = "", template_kwargs: Mapping[str, Any] | None = None, turn: str = "",
     ) -> PromptState:
-        """Return the prompt of messages in plain form (see request.py); `close_prompt` must follow.
-
-        If the last assistant message matches a cached turn of this `model`, the prompt extends that turn's tokens. Of
-        several matches, it prefers the one named `turn`, then one of the same session, then one not yet continued, then
-        the newest. RendererError if the chat template refuses the messages."""
+        """Return the prompt of messages in plain form (see request.py); call `close_prompt` afterwards. If the last
+        assistant message matches cached turns of this `model`, the prompt extends one. Preferred are, in this order,
+        the turn named `turn`, turns of the same session, turns not yet continued, newer ones. RendererError if the
+        template refuses."""
         with self.lock:
             dialect = self.dialect_for(tools, template_kwargs)
             said = digests([model, dialect.key.decode()], messages)
@@ -159,7 +155,6 @@ class ConversationCache:
             return opening.dialect.read(turn.completion_ids, turn.text)
 
     def turn(self, name: str) -> Turn | None:
-        """Return a turn as the engine returned it; None if it is unknown or evicted."""
         with self.lock:
             held = self.held.get(name)
             if held is None:
@@ -176,8 +171,8 @@ class ConversationCache:
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, models: Collection[str] = (),
         taken: Collection[str] = (),
     ) -> list[str | None]:
-        """Return, for each message in plain form, the name of the cached turn that it matches, or None. `models` are
-        the model names to search. If several match, it prefers turns that are not `taken`, then the newest."""
+        """Return the name of the cached turn that each message in plain form matches, or None. Only turns of `models`
+        are searched. If several match, turns that are not `taken` are preferred, then the newest."""
         with self.lock:
             key = self.dialect_for(tools).key.decode()
             chains = [digests([model, key], messages) for model in models]
@@ -194,8 +189,8 @@ class ConversationCache:
     def dialect_for(
         self, tools: list[dict[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None
     ) -> Dialect:
-        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if the template has no
-        form for tool calls."""
+        """Return the dialect of `tools`. RendererError without a chat template, ToolFormError if the template does not
+        render tool calls."""
         kwargs = self.template_kwargs | dict(template_kwargs or {})
         key = canonical([tools or None, kwargs])
         if key not in self.dialects:
@@ -269,7 +264,7 @@ def digests(root: Any, messages: Sequence[Message]) -> list[bytes]:
 
 
 def longer(before: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation plus one message, from the message's role, text, and tool calls."""
+    """Return the digest of a conversation extended by one message."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or []]
     name = message.get("name") if message["role"] == "tool" else None
     said = canonical([message["role"], name, message["content"], calls])

@@ -1,6 +1,4 @@
-"""`EngineWorker`: the one thread that owns a model and its engine, and runs both completions and training.
-
-    while open: take the next item; run a task, or decode calls of one `batch_key` together until other items wait"""
+"""`EngineWorker`: the one thread that owns a model and its engine, and runs completions and training by turns."""
 
 import atexit
 import itertools
@@ -44,18 +42,18 @@ AT_EXIT = 10.0  # seconds that the program's exit waits for calls in the engine
 
 
 class EngineWorker:
-    """The owner of the model's engine, which decodes calls from any thread with continuous batching.
+    """Decodes calls from any thread with continuous batching, and runs tasks such as training in between.
 
-    One engine session stays open, with its KV cache, while calls of one `batch_key` (adapter, temperature ...) arrive.
-    When anything else waits, no new calls enter, the calls in the engine finish, and the queue that was served moves
-    behind the others. The KV cache of the live adapter and of the base model is kept until the engine sleeps."""
+    Calls of one `batch_key` (adapter, temperature ...) share an engine session. It ends when other calls or tasks wait
+    and its own calls are finished. The KV cache of the adapter in training and of the base model is kept between
+    sessions, until the engine sleeps."""
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase | None = None, *, seed: int = 0,
         policy: Policy | None = None, engine: Engine | None = None,
     ) -> None:
-        """`model` comes from FastLanguageModel; `tokenizer` is the one that the trainer's engine uses (None: the
-        model's own). `policy` is the trainer's. `engine` is the caller's own, which is never replaced."""
+        """`model` comes from FastLanguageModel. `tokenizer` and `policy` are the trainer's (None: the model's own). An
+        `engine` that is passed here is never replaced."""
         self.model, self.tokenizer, self.seed = model, tokenizer or model.loaded.tokenizer, seed
         self.policy, self.memory = policy or Policy(model.inner), RunMemory()
         self.engine, self.given = engine, engine is not None
@@ -70,8 +68,8 @@ class EngineWorker:
     # Called from any thread
 
     def submit(self, call: Call) -> "Future[Turn]":
-        """Queue a call, and return a future of its turn, which raises ValueError if the call cannot be decoded. If the
-        future is cancelled, a call already in the engine is still sampled to its end, but its result is dropped."""
+        """Queue a call, and return a future of its turn; for an invalid call the future raises ValueError. A cancelled
+        call that is already in the engine is sampled to its end, and its result is dropped."""
         self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
         own, number = call.params.seed, next(self.numbers)
         call.seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
@@ -87,22 +85,21 @@ class EngineWorker:
         return call.future
 
     def run(self, function: Callable[[], T], sleep: bool = True) -> "Future[T]":
-        """Run a function (training, saving) in the worker's thread while no call is in the engine; return a future of
-        its result. With `sleep`, the engine sleeps first, which frees its memory. RuntimeError if called in the
-        worker's thread, as in `submit`: waiting there for the future would never end."""
+        """Run a function in the worker's thread while no call is in the engine, and return a future of its result. With
+        `sleep`, the engine frees its memory first. RuntimeError if called in the worker's thread."""
         self.check_elsewhere("call the function itself")
         job = WorkerTask(function, sleep)
         self.waiting.add(job)
         return job.future
 
     def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
-        """Return a future of the log-probs of each completion token, and of the `count` likeliest tokens at its
-        position. One more forward pass computes them."""
+        """Return a future with the log-probs of the sampled token and of the `count` likeliest tokens, for each
+        completion token. They take one more forward pass."""
         return self.run(partial(self.look_again, call, turn, count), sleep=False)
 
     def close(self, timeout: float | None = None) -> None:
         """Refuse waiting and later items with WorkerClosedError, and wait at most `timeout` seconds for the calls in
-        the engine to finish. The model stays loaded. A second call does nothing."""
+        the engine. The model stays loaded."""
         atexit.unregister(self.close)
         for item in self.waiting.close():
             if item.future.set_running_or_notify_cancel():
@@ -113,8 +110,7 @@ class EngineWorker:
     # Called in the worker's thread
 
     def on_policy_update(self, version: int) -> None:
-        """Drop the engine's KV cache of the old weights after an update of the live adapter. Call it in a function
-        given to `run`; RuntimeError in any other thread, since an engine session may be open."""
+        """Drop the KV cache of the old weights. RuntimeError unless a function that was passed to `run` calls this."""
         if threading.current_thread() is not self.thread:
             raise RuntimeError("the policy may change only while no call is in the engine; call on_policy_update in a "
                                "function given to run")
@@ -132,7 +128,6 @@ class EngineWorker:
             self.engine.sleep()
 
     def do(self, job: WorkerTask) -> None:
-        """Run a task's function; its result or error goes to the task's future."""
         if not job.future.set_running_or_notify_cancel():
             return
         try:
@@ -143,7 +138,7 @@ class EngineWorker:
             job.future.set_exception(error)
 
     def serve(self, call: Call) -> None:
-        """Run one engine session for calls with the `batch_key` of `call`. An error fails the calls that were in it."""
+        """Run one engine session for calls with the `batch_key` of `call`. An error fails the session's calls."""
         engine_session = EngineSession(self.waiting, call.batch_key, self.keys, max(self.rounds, default=NO_ROUND))
         try:
             engine = engine_session.engine = self.awake()
@@ -156,8 +151,8 @@ class EngineWorker:
         self.rounds.append(engine_session.widest)
 
     def awake(self) -> Engine:
-        """Return the engine. It is requested from the model if there is none yet, or if its `policy` is not the current
-        one. vLLM is always requested: a process has only one, which another model may have used."""
+        """Return the engine; request it from the model if there is none for the current `policy`. vLLM is always
+        requested: a process has only one, which another model may have used."""
         now: Any = self.engine
         if now is None or (not self.given and (now.name == "vllm" or now.policy is not self.policy)):
             engine = self.model.engine(self.policy, self.tokenizer)
@@ -177,8 +172,7 @@ class EngineWorker:
                 yield
 
     def look_again(self, call: Call, turn: Turn, count: int) -> list[dict[int, Logprob]]:
-        """Return the `count` likeliest tokens at each token of a turn, by a forward pass. RuntimeError if the policy
-        was trained since the turn was sampled."""
+        """Compute `likeliest`. RuntimeError if the policy was trained since the turn was sampled."""
         if call.adapter == LIVE and turn.policy_version != self.policy_version:
             raise RuntimeError("the model was trained between this completion and its top_logprobs; ask again")
         drawn = Rollout(turn.completion_ids, turn.logprobs, turn.finish_reason, routes=turn.routes)
@@ -187,6 +181,5 @@ class EngineWorker:
             return answers.likeliest(call.ids, drawn)
 
     def check_elsewhere(self, advice: str) -> None:
-        """Raise RuntimeError if called in the worker's thread, which runs one item at a time."""
         if threading.current_thread() is self.thread:
             raise RuntimeError(f"this runs at the worker already, which does one thing at a time; {advice}")

@@ -27,7 +27,7 @@ MOST = 4096  # remembered conversation numbers; an engine caches fewer
 
 @dataclass(eq=False)
 class Call:
-    """One requested completion; a call is submitted once. Calls of one `batch_key` are decoded together."""
+    """A requested completion. Calls with equal `batch_key` are decoded together."""
 
     ids: list[int]  # (P,) prompt tokens
     params: SamplingParams  # n is 1; max_tokens and seed may differ within a batch
@@ -51,8 +51,6 @@ class WorkerClosedError(RuntimeError):
 
 @dataclass(eq=False)
 class WorkerTask:
-    """A function to run in the worker's thread."""
-
     function: Callable[[], Any]
     sleep: bool  # whether the engine frees its memory first
     future: "Future[Any]" = field(default_factory=Future)
@@ -95,12 +93,11 @@ class RequestQueue:
     def take_calls(
         self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, expected: Round
     ) -> list[Call]:
-        """Return up to `most` calls of the key `batch_key`, or all of them if `most` is None. If items of another key
-        wait, return no calls, unless `first` is True: these are the first calls of a session.
+        """Return up to `most` calls (None: all) with this `batch_key`. If items of another key wait, return none,
+        unless these are the `first` calls of a session.
 
-        With `wait`, block until the queue has an item. Then wait until it has as many calls as the `expected` round
-        had, to decode them together. Stop waiting if an item of another key comes, or if no call comes for a fraction
-        of the seconds that the `expected` round took."""
+        With `wait`, block until an item comes, and then until there are as many calls as in the `expected` round. Stop
+        waiting if an item of another key comes, or if no call comes for a fraction of that round's seconds."""
         with self.changed:
             if wait:
                 self.changed.wait_for(lambda: self.lines or self.closed)
@@ -117,7 +114,6 @@ class RequestQueue:
             return taken
 
     def drain(self, batch_key: tuple[object, ...]) -> list[Call]:
-        """Remove and return all calls of a `batch_key`."""
         with self.changed:
             return list(self.lines.pop(batch_key, ()))
 
@@ -142,7 +138,7 @@ class Keys:
         return next(self.numbers)
 
     def number_of(self, call: Call, engine_session: int) -> int:
-        """Return the number of a call's conversation: a new one per session with a saved adapter, which may change."""
+        """Return the number of a call's conversation; sessions share none for a saved adapter, which may change."""
         if call.key is None:
             return self.new()
         name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else engine_session)
@@ -153,14 +149,14 @@ class Keys:
 
 
 class EngineSession:
-    """A `Conversation` of an engine. When other items wait, it takes no new calls and ends once its calls finish."""
+    """The calls that an engine decodes together. When other items wait, no new calls enter, and the session ends."""
 
     goes_on = True  # a later session continues, so the engine keeps its KV cache
 
     def __init__(
         self, waiting: RequestQueue, batch_key: tuple[object, ...], keys: Keys, before: Round = NO_ROUND
     ) -> None:
-        """`before`, the round with the most calls in earlier sessions, predicts the size of this session's first."""
+        """`before` is the round with the most calls in earlier sessions; it predicts the size of the first round."""
         self.waiting, self.batch_key, self.keys, self.number = waiting, batch_key, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this session with the most calls
         self.open: dict[int, Call] = {}
@@ -169,7 +165,6 @@ class EngineSession:
         self.back, self.since = 0, time.monotonic()  # calls finished since the engine took calls, and when
 
     def next_requests(self, busy: bool) -> list[Request]:
-        """Return the next requests for the engine, without cancelled calls; see `Conversation`."""
         self.widest = max(self.widest, self.last)
         while taken := self.waiting.take_calls(self.batch_key, self.room, not busy, not self.begun, self.expected):
             self.begun, self.back, self.since = True, 0, time.monotonic()
@@ -178,7 +173,6 @@ class EngineSession:
         return []
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
-        """Give a finished completion to its call as the result. If the call was cancelled, drop the completion."""
         call = self.open.pop(key)
         self.back += 1
         if call.future.set_running_or_notify_cancel():
@@ -194,7 +188,6 @@ class EngineSession:
                 call.future.set_exception(error)
 
     def check_done(self) -> None:
-        """Raise RuntimeError if the engine ended the session without answering all calls."""
         if self.open:
             name = getattr(self.engine, "name", self.engine)
             raise RuntimeError(f"the engine {name} did not answer {len(self.open)} of its calls")
@@ -218,7 +211,7 @@ class EngineSession:
         return self.last if self.begun else self.before
 
     def enter(self, call: Call) -> Request:
-        """Add a call, and return its engine request. If its key is in use in the engine, it gets a new one."""
+        """Add a call, and return its engine request, with a new key if the call's key is in use."""
         key = self.keys.number_of(call, self.number)
         if key in self.open:
             key = self.keys.new()
@@ -227,7 +220,7 @@ class EngineSession:
 
 
 def turn_of(call: Call, rollout: Rollout) -> Turn:
-    """Return a completion as a turn, with the version of the live policy or saved adapter, or -1 for the base."""
+    """Return a completion as a turn, with the version of the live policy or saved adapter, or -1 for the base model."""
     usual = -1 if call.adapter is None else 0
     version = rollout.policy_version if call.adapter == LIVE else usual if call.version is None else call.version
     return Turn(call.ids, rollout.completion_ids, rollout.rollout_logprobs, rollout.finish_reason, rollout.text,

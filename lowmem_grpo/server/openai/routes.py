@@ -23,7 +23,7 @@ Counted = Callable[[Any], AbstractContextManager[None]]  # by holder; inside, a 
 
 
 class Completions:
-    """The handlers of the routes, which pass a request to the ChatHandler of its key's holder."""
+    """The handlers of the routes. A request goes to the ChatHandler of the user whose key it carries."""
 
     def __init__(
         self, chats: Chats, sessions: OpenSessions, limits: Limits, closing: asyncio.Event,
@@ -72,8 +72,8 @@ class Completions:
 
     @asynccontextmanager
     async def working_for(self, request: Request) -> AsyncIterator[None]:
-        """Hold a slot for a request. The block is cancelled, and ChatError raised, when the client leaves, the endpoint
-        closes or the time is over. ChatError at once if too many requests wait for a slot."""
+        """Hold a slot for a request. If the client leaves, the endpoint closes or the time limit passes, cancel the
+        block and raise ChatError. ChatError at once if too many requests wait for a slot."""
         errors = [ChatError(504, f"the reply took more than {self.limits.seconds:g} seconds; ask for fewer tokens, or "
                                  "raise seconds of Limits", None, "timeout", NO_RETRY)]
 
@@ -98,7 +98,6 @@ class Completions:
             raise errors[-1]
 
     def check_queue(self) -> None:
-        """Raise ChatError if too many requests wait for a slot."""
         waiting = self.slots.statistics().tasks_waiting
         if self.slots.available_tokens < 1 and waiting >= self.limits.queue:
             raise ChatError(429, f"{self.limits.concurrent} requests are being answered and {waiting} wait; come again "
@@ -118,8 +117,6 @@ class Completions:
 
 
 class Events(Response):
-    """A streamed reply of server-sent events."""
-
     media_type = "text/event-stream"
 
     def __init__(
@@ -150,7 +147,7 @@ class Events(Response):
 
 
 def openai_router(completions: Completions, texts: bool = True) -> APIRouter:
-    """Return the routes below /v1. `texts` adds /completions, for plain prompts, which sessions do not have."""
+    """Return the routes below /v1, with /completions if `texts`."""
     router = APIRouter(redirect_slashes=False)
     router.add_api_route("/chat/completions", completions.answer, methods=["POST"], response_model=None)
     if texts:
@@ -161,7 +158,6 @@ def openai_router(completions: Completions, texts: bool = True) -> APIRouter:
 
 
 async def departure(receive: Receive) -> None:
-    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

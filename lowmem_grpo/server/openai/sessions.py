@@ -12,7 +12,7 @@ from lowmem_grpo.server.requests import NO_RETRY, ChatError, Limits
 
 @dataclass
 class RecordedConversation:
-    """The messages of a conversation, from the first to a reply that no later call continued."""
+    """The messages of a conversation, up to one of the policy's replies."""
 
     messages_and_choices: list[dict[str, Any]]  # policy replies are OpenAI choices with their `turn`
     tools: list[dict[str, Any]] | None = None
@@ -28,9 +28,8 @@ class RecordedReply:
 
 
 class Session:
-    """The recorder of one rollout's calls, made by any client in any process with `base_url` and `api_key`.
-    Thread-safe. After `close` (or the end of `with`) its address no longer answers, and its records stay readable.
-    Replies that did not reach the client, because it left or the endpoint closed, are not recorded."""
+    """Records one rollout's calls to `base_url`. Thread-safe. After `close`, or the end of `with`, the address answers
+    no more, and the records stay readable. Replies that did not reach the client are not recorded."""
 
     def __init__(self, base_url: str, api_key: str, limits: Limits, forget: Callable[[str], None]) -> None:
         self.name = secrets.token_urlsafe(16)
@@ -40,7 +39,6 @@ class Session:
         self.lock = threading.Lock()
 
     def check(self) -> None:
-        """Raise ChatError if the session has reached its limit of replies."""
         if len(self.replies) >= self.limits.session_replies:
             raise ChatError(429, f"this session has had its {self.limits.session_replies} replies; end the rollout "
                                  "earlier, or raise session_replies of Limits", None, "session_full", NO_RETRY)

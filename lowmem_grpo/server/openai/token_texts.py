@@ -42,7 +42,7 @@ class TokenTexts:
         return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": max(logprob, -9999.0)}
 
     def logprobs(self, turn: Turn, likeliest: list[dict[int, Logprob]] | None, count: int) -> dict[str, Any]:
-        """Return OpenAI's logprobs: of the sampled tokens, and of the `count` likeliest under the model itself."""
+        """Return OpenAI's logprobs of the sampled tokens, with the `count` likeliest tokens at each position."""
         content = []
         for place, (token, logprob) in enumerate(zip(turn.completion_ids, turn.logprobs, strict=True)):
             others = [] if likeliest is None else [

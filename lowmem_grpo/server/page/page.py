@@ -1,4 +1,4 @@
-"""`Page`: the live page of a source's runs: what it shows, the replies to a browser, and their routes."""
+"""`Page`: the live page of runs, with its content, its HTTP handlers and their routes."""
 
 import asyncio
 import hashlib
@@ -49,8 +49,6 @@ KINDS = {"js": "text/javascript", "css": "text/css"}
 
 
 class Page:
-    """The content of the page of a source's runs, and the handlers of its routes."""
-
     def __init__(self, source: RunSource, sign_in: SignIn) -> None:
         self.source, self.sign_in, self.lock = source, sign_in, Lock()
         self.followers = lru_cache(MOST_FOLLOWED)(RunFollower)  # shared by all browsers
@@ -69,8 +67,7 @@ class Page:
                 if name in runs}
 
     def version(self, user: User, names: list[str]) -> str:
-        """Read the runs' new records, at least a piece of each file, for at most READS seconds, and return a text that
-        changes whenever the page of these runs changes."""
+        """Read new records for at most READS seconds, and return a hash that changes whenever the page changes."""
         until, runs = time.monotonic() + READS, [self.follow(run) for run in self.runs(user, names).values()]
         while any(run.reading for run in runs) and time.monotonic() < until:
             for run in runs:
@@ -129,7 +126,6 @@ class Page:
         return answer
 
     async def leave(self, request: Request) -> Response:
-        """Sign out."""
         await form_fields(request)
         self.sign_in.leave(request.cookies)
         answer = RedirectResponse("/", 303)
@@ -177,7 +173,6 @@ def list_row(run: Listed) -> dict[str, Any]:
 
 
 def query_of(*names: str) -> str:
-    """Return the URL query that shows one run, or compares several."""
     return "?" + urlencode([("run" if len(names) == 1 else "with", name) for name in names])
 
 
@@ -207,9 +202,8 @@ async def form_fields(request: Request) -> dict[str, str]:
 
 
 def page_app(page: Page, everywhere: bool = False, other: ASGIApp | None = None) -> ASGIApp:
-    """Return the application of the page at `/` and below `/page`, with security headers on every reply; all other
-    paths go to the application `other`, if given. `everywhere` accepts any Host header. Users are known by a cookie, so
-    the gate asks for no key."""
+    """Return the application that serves the page at `/` and below `/page`, with security headers; other paths go to
+    `other`, if there is one. `everywhere` accepts any Host header. Users are known by a cookie, not by a key."""
     app = make_server_app({"": page_router(page)}, lambda key: True, Limits(body_bytes=MIB), everywhere)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,5 +1,4 @@
-"""`RunFollower`: reads the files of a run as they grow, for a page. The files are not trusted: each may be a link or a
-pipe, or damaged."""
+"""`RunFollower`: reads a run's growing files for the page. No file is trusted: it may be damaged, a link or a pipe."""
 
 import os
 import re
@@ -80,8 +79,7 @@ def last_state(line: str) -> str:
 
 class JsonlTail:
     """An incremental reader of a JSON lines file. It starts again if the file was replaced or shortened, as by a
-    resume. An unfinished line is left for the next read; a damaged or too long line is counted and skipped, where a
-    report would refuse the file."""
+    resume. An unfinished line is left for the next read; a damaged or too long line is counted and skipped."""
 
     def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         """With `last_bytes`, the first read starts at most that far before the end of the file."""
@@ -109,8 +107,7 @@ class JsonlTail:
         return [record for line in lines if line.strip() for record in self.checked_records(line)]
 
     def checked_records(self, line: bytes) -> list[Record]:
-        """Return a list with the line's record: None for NaN and infinity, and an integer step. Count a damaged line,
-        and return an empty list."""
+        """Return a line's record in a list, with None for NaN and infinity. Count a damaged line, and return []."""
         with suppress(ValueError):
             record = step_record(line)
             if 0 <= record["step"] <= LAST_STEP:  # NaN and infinity are not
@@ -120,9 +117,8 @@ class JsonlTail:
 
 
 class Series:
-    """The metrics of a run, downsampled. While there are few steps, each has its own row; later, two rows with the
-    lowest and the highest values stand for `2 * width` steps, so that no spike is lost. The newest steps stay as they
-    are."""
+    """The metrics of a run, downsampled: two rows with the lowest and the highest values stand for `2 * width` older
+    steps, so that no spike is lost. The newest steps have rows of their own."""
 
     def __init__(self) -> None:
         self.width, self.steps = 1, 0  # steps per row, and in all
@@ -155,7 +151,6 @@ class Series:
         return self.names.get(name, False) and type(value) in (int, float) and abs(value) < LARGEST
 
     def rows(self) -> list[Record]:
-        """Return the rows in the order of the steps, the newest last."""
         rows = [*self.old, *two_rows(self.new[:-1]), *self.new[-1:]]
         return sorted(rows, key=lambda row: row["step"])
 

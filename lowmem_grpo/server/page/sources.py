@@ -1,5 +1,4 @@
-"""`RunSource`: the runs that a page shows; `RunsSource`: the runs below a folder, with states read from their files.
-`JobsSource` in `jobs` is the other source: the jobs of a server."""
+"""`RunSource`: the runs that a page shows; `RunsSource`: those below a folder. (`JobsSource`: those of a job queue.)"""
 
 import os
 import re
@@ -53,19 +52,17 @@ class Listed:
 
 
 class RunSource(Protocol):
-    """A source of runs for the page."""
-
     title: str
 
     def all(self, user: User) -> list[Listed]:
         """Return every run that this user may see, in the order of the list."""
 
     def act(self, run: Listed, action: str) -> None:
-        """Do one of the run's actions, except export. ValueError if it is not possible any more."""
+        """Stop or resume a run. ValueError if that is not possible any more."""
 
 
 class RunsSource:
-    """The runs below a folder. Every signed-in user sees all of them; the owner can stop the runs on this machine."""
+    """The runs below a folder. Every signed-in user sees all of them; only the server's owner can stop one."""
 
     def __init__(self, runs_dir: Path) -> None:
         self.runs_dir, self.title, self.lock = runs_dir, runs_dir.resolve().name, Lock()
@@ -81,7 +78,6 @@ class RunsSource:
         return [run if user.is_owner else replace(run, actions=tuple({*run.actions} - {"stop"})) for run in self.runs]
 
     def act(self, run: Listed, action: str) -> None:
-        """Send SIGTERM to a run, which then stops after its step and saves."""
         lock = run.place[0] / FILE
         if not holds_lock(lock, owner := owner_of(lock)):
             raise ValueError(f"{run.title} cannot be stopped any more: its process has ended")
@@ -109,13 +105,11 @@ def run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder has a run's records or lock file; false for a folder that cannot be read."""
     return any(os.path.isfile(folder / name) for name in (METRICS, SUMMARY, FILE))
 
 
 def listed_run(path: Path, folder: Path) -> Listed:
-    """Return the run in `path`, named by its path relative to `folder`. The log lies in `path`; a server's job keeps it
-    beside its folder `run`."""
+    """Return the run in `path`, named by its path below `folder`. A job's log lies beside the run's folder."""
     name, state, owner = path.relative_to(folder).as_posix(), state_of(path), owner_of(path / FILE)
     host = "" if owner.get("host") == socket.gethostname() else f" on {owner.get('host')}"
     where = f"process {owner.get('pid')}{host}" if state in ("running", "silent") else ""
@@ -127,10 +121,9 @@ def listed_run(path: Path, folder: Path) -> Listed:
 
 
 def state_of(path: Path) -> str:
-    """Return the state of the run in `path`. It is "running" if its process is alive. A process of another machine
-    cannot be checked; its run is "silent" if it wrote nothing for `SILENT` seconds. If the process has ended, the state
-    is the ending in the run's summary. Without such an ending, or with a lock file that a later start left behind, the
-    run was killed; a run without records is waiting."""
+    """Return "running" if the process in the run's lock file is alive, "silent" if the process is on another machine
+    and the run wrote nothing for `SILENT` seconds. Otherwise return the ending in the run's summary, "killed" if there
+    is none or the lock file was left behind, or "waiting" without records."""
     owner, status = owner_of(path / FILE), str(json_file(path / SUMMARY).get("status") or "")
     if owner and is_alive(owner):
         is_silent = owner.get("host") != socket.gethostname() and time.time() - newest(path) > SILENT
@@ -158,7 +151,7 @@ def newest(path: Path) -> float:
 
 
 def holds_lock(path: Path, owner: dict[str, Any]) -> bool:
-    """Return whether the kernel lists the lock as held by the owner's process, since its pid may have been reused."""
+    """Return whether the kernel lists this process as the lock's holder; its pid alone may have been reused."""
     if owner.get("host") != socket.gethostname() or owner.get("boot") != boot() or not is_alive(owner):
         return False
     try:
@@ -181,7 +174,6 @@ def so_far(path: Path) -> str:
 
 
 def has_adapter(path: Path) -> bool:
-    """Return whether a run has saved an adapter, or a checkpoint with one."""
     return (path / FINAL).is_dir() or any(path.glob("checkpoint-*"))
 
 

@@ -1,8 +1,5 @@
-"""`Adapters`: several LoRA models on one base, each with its own factors, gradients and moments.
-
-Each model is a PEFT adapter with its own name, and one is active at a time. PEFT sets `requires_grad` of the others'
-parameters to False, so that no call can change the gradients of a model that it does not name. Swapping the factors of
-a single adapter would need copies at each change of model, and the same rank for all."""
+"""`Adapters`: several LoRA models on one base, each a PEFT adapter with its own gradients and moments. Only the active
+adapter's parameters have `requires_grad`, so that no call changes the gradients of another model."""
 
 import itertools
 import json
@@ -78,13 +75,11 @@ class Adam(Body, extra="forbid"):
 
 
 class DroppedError(ValueError):
-    """A step was not made, and its gradient was dropped."""
+    """An optimizer step was not made, and the gradient was dropped."""
 
 
 @dataclass
 class ClientModel:
-    """A model of a client."""
-
     adapter: str  # the adapter's name in PEFT
     parameters: dict[str, nn.Parameter]  # by name, without the adapter's name
     optimizer: torch.optim.AdamW
@@ -126,7 +121,6 @@ class Adapters:
         self.rest()
 
     def delete(self, model_id: str) -> None:
-        """Free a model, if it exists."""
         if (held := self.held.pop(model_id, None)) is not None:
             self.model.delete_adapter(held.adapter)
             self.rest()
@@ -139,7 +133,7 @@ class Adapters:
 
     @contextmanager
     def active(self, model_id: str) -> Iterator[ClientModel]:
-        """Inside the context, make this model the active one: only its parameters get gradients."""
+        """Activate this model inside the block: only its parameters get gradients."""
         held = self.held[model_id]
         self.model.set_adapter(held.adapter)
         try:
@@ -148,9 +142,9 @@ class Adapters:
             self.rest()
 
     def run(self, model_id: str, asked: Pass) -> tuple[list[Tensor], dict[str, float]]:
-        """Return the log-probabilities, (T,) or (T, K), of each datum's targets, and metrics. Unless `asked` is forward
-        only, add the gradient of the loss, a sum over tokens. ValueError, with no gradient added, if a log-probability
-        or the gradient is not finite."""
+        """Return the log-probabilities, (T,) or (T, K), of each datum's targets, and metrics. Unless
+        `asked.forward_only`, add the gradient of the loss, summed over tokens; ValueError, without adding it, if a
+        log-probability or the gradient is not finite."""
         # targets may differ from the next tokens, so they replace them after packing
         groups = [group_of([*datum.ids, int(datum.targets[-1])]) for datum in asked.data]
         datums = {id(group.rollouts[0]): datum for group, datum in zip(groups, asked.data, strict=True)}
@@ -168,7 +162,7 @@ class Adapters:
 
     def passes(self, batches: Iterator[MicroBatch], datums: dict[int, Datum], asked: Pass
                ) -> tuple[dict[int, Tensor], float]:
-        """Run all micro-batches; return the log-probabilities of each rollout, by its id, and the total loss."""
+        """Run all micro-batches; return each rollout's log-probabilities by `id(rollout)`, and the total loss."""
         logprobs: dict[int, Tensor] = {}
         total = 0.0
         for packed in batches:

@@ -1,5 +1,4 @@
-"""The JSON bodies of the Tinker protocol, checked by pydantic; ValueError names the field that is wrong. The two
-protobuf messages also have a JSON form, for programs without the protocol's client."""
+"""The JSON bodies of the Tinker protocol as pydantic models, and JSON forms of its two protobuf messages."""
 
 import json
 import math
@@ -52,22 +51,16 @@ OnlyAdam = Annotated[Any, AfterValidator(only_adam)]
 
 
 class ModelCall(Body):
-    """The model and the number of a request."""
-
     model_id: Any = None
     seq_id: Positive
 
 
 class OptimStep(Body):
-    """The body of optim_step."""
-
     adam_params: Adam
     optimizer_params: Annotated[Any, refused("only Adam is: pass types.AdamParams(...)")] = None
 
 
 class CreateModel(Body):
-    """The body of create_model."""
-
     model_seq_id: Natural
     optimizer_config: OnlyAdam = None
     lora_config: LoraSettings
@@ -75,7 +68,7 @@ class CreateModel(Body):
 
 
 class CreateSampler(Body):
-    """The body of create_sampling_session, of the base model or of saved weights."""
+    """The body of create_sampling_session."""
 
     sampling_session_seq_id: Natural
     base_model: str | None = None
@@ -103,22 +96,16 @@ class LoadWeights(Body):
 
 
 class LoadIntoNew(LoadWeights):
-    """The body of load_weights into a new model."""
-
     model_seq_id: Natural
     base_model: str | None = None
     user_metadata: Metadata = None
 
 
 class KeepFor(Body):
-    """The number of seconds from now after which weights expire; None keeps them."""
-
     ttl_seconds: Positive | None  # None keeps them
 
 
 class ListPage(Body):
-    """The requested part of a list."""
-
     offset: Natural = 0
     limit: Positive | None = None
     project_id: NotOffered = None
@@ -138,8 +125,6 @@ def chunks_of(prompt: Any) -> Any:
 
 
 class SamplingSettings(Body, extra="forbid"):
-    """Sampling options that differ from the defaults."""
-
     max_tokens: Positive | None = None
     seed: Natural | None = None
     stop: Any = None
@@ -149,7 +134,7 @@ class SamplingSettings(Body, extra="forbid"):
 
 
 class SampleRequest(Body):
-    """The body of asample: a prompt, its sampling options, and the requested log-probabilities of the prompt."""
+    """The body of asample."""
 
     sampling_session_id: str = ""
     seq_id: Annotated[int, Field(ge=0, lt=2**63)]  # copies of a client begin at multiples of 10**9
@@ -218,7 +203,7 @@ def put(datum: Any, name: str, values: list[Any] | None, kind: int, dtype: torch
 
 
 def in_json(answer: ModelReply, sampled: bool) -> ModelReply:
-    """Return a protobuf answer, of a sample or a forward_backward, in JSON; other answers are in JSON already."""
+    """Return an answer in JSON, converted if it is the protobuf of a sample (`sampled`) or of a forward_backward."""
     if answer.media != wire.PROTOBUF:
         return answer
     return ModelReply(json.dumps((sample_of if sampled else output_of)(answer.body)).encode())
@@ -248,5 +233,5 @@ def output_of(body: bytes) -> dict[str, Any]:
 
 
 def floats(data: bytes) -> list[float | None]:
-    """Return float32 values, None if not finite (null in JSON), as for the log-prob of a prompt's first token."""
+    """Return float32 values from bytes, with None (null in JSON) for values that are not finite."""
     return [value if math.isfinite(value) else None for value in from_bytes(data, torch.float32, "values").tolist()]

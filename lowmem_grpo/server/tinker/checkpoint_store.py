@@ -45,7 +45,7 @@ def path_of(model: str, kind: str, name: str) -> str:
 
 
 class CheckpointStore:
-    """The thread-safe store of named weights. Each name has a database row; a kill may leave files without a row."""
+    """The store of named weights. Thread-safe."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         database.add([TABLE])
@@ -79,7 +79,6 @@ class CheckpointStore:
         return self.folder / f"{model.replace(':', '_')}.{kind}.{seq}.{name}{suffix}"
 
     def check_free(self, path: str, owner: str, overwrite: bool) -> None:
-        """Raise ValueError if weights of this name exist and are not to be overwritten."""
         if not overwrite:
             with suppress(UnknownError):
                 self.find(path, owner)

@@ -45,8 +45,7 @@ class Entries:
 
 
 def cells_of(targets: Entries, weights: Entries) -> Cells:
-    """Return the entries of a datum's sparse (T, K) targets and weights. An entry that only one of the two has gets the
-    value 0 in the other."""
+    """Return the Cells that `targets` or `weights` list, with 0 where one of the two has no entry."""
     length, width = targets.shape
     cells = torch.cat([targets.cells, weights.cells]).unique()
     ids, numbers = (torch.zeros(len(cells), dtype=each.values.dtype).index_put(
@@ -117,8 +116,6 @@ class Datum:
 
 @dataclass(frozen=True)
 class ModelBounds:
-    """The limits of a model."""
-
     vocabulary: int  # token ids are below it
     context: int  # the most tokens of a sequence
 
@@ -192,7 +189,6 @@ def ids_of(chunks: Any, where: str, bounds: ModelBounds) -> list[int]:
 
 
 def check_ids(ids: Tensor, where: str, bounds: ModelBounds) -> None:
-    """Raise ValueError for an id outside the model's vocabulary."""
     wrong = ((ids < 0) | (ids >= bounds.vocabulary)).nonzero()
     if len(wrong):
         place = int(wrong[0])

@@ -1,11 +1,7 @@
 """`RequestStore`: clients' requests to their models and the answers, in the server's database.
 
-Every request is stored before its promise is returned, and every answer before it is sent: a kill of the server loses
-neither. A model's state is written with each optimizer step, and its file is named in the same transaction as the
-step's answer: the state contains exactly the steps that are answered.
-
-Answers are flushed to the disk before they are sent, so they also survive a power failure. A request that was not
-answered by then may be lost: its promise is unknown afterwards."""
+A request is stored before its promise is returned, and an answer, with the model's state after an optimizer step,
+before it is sent: a kill of the server loses neither. A power failure may lose requests that were not answered yet."""
 
 import contextlib
 import json
@@ -55,7 +51,7 @@ class FinishedError(LookupError):
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A request to a model. A model's requests run in the order of `seq`, from 1 on without a gap."""
+    """A request to a model. A model's requests run in the order of `seq`, without a gap; 0 creates the model."""
 
     model: str
     seq: int
@@ -68,7 +64,7 @@ class ModelRequest:
         return f"{self.model}:{self.seq}"
 
     def agrees_with(self, later: "ModelRequest") -> bool:
-        """Return whether a later request with the same number repeats this one; True if there is no body to compare."""
+        """Return whether a later request with the same number repeats this one, as far as its body is still stored."""
         if self.kind in (MISSING, REFUSED):
             return True
         if self.kind != later.kind or not self.body or self.body == later.body:
@@ -112,16 +108,15 @@ class StoredModel:
 
 
 class RequestStore:
-    """The store of sessions, models, requests and answers. Thread-safe; when a method returns, its changes survive a
-    kill."""
+    """Stores sessions, models, requests and answers. Thread-safe; a change survives a kill once its method returns."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
         database.add(TABLES)
 
     def open_of(self, owner: str) -> tuple[int, int, bool]:
-        """Return a user's number of unanswered requests, the bytes of the user's stored bodies, and whether one of the
-        unanswered requests is next in its model's order, so that it will be answered soon."""
+        """Return the number of a user's unanswered requests, the bytes of the user's stored bodies, and whether one of
+        the unanswered requests is the next of its model."""
         totals = self.database.rows(
             "SELECT TOTAL(answer IS NULL) AS requests, TOTAL(LENGTH(body)) AS bodies, "
             "TOTAL(answer IS NULL AND seq = done + 1) AS next FROM tinker_models JOIN tinker_promises ON model = id "
@@ -129,7 +124,7 @@ class RequestStore:
         return int(totals["requests"]), int(totals["bodies"]), totals["next"] > 0
 
     def asked(self, model: str, seq: int) -> ModelRequest | None:
-        """Return the request of this number; None if there is none. Its body is left out if it was deleted."""
+        """Return the stored request of this number, or None; its body is empty if it was deleted."""
         row = self.database.row("SELECT kind, body FROM tinker_promises WHERE model = ? AND seq = ?", (model, seq))
         return None if row is None else ModelRequest(model, seq, row["kind"], row["body"] or b"")
 
@@ -137,7 +132,7 @@ class RequestStore:
         self.database.change("INSERT INTO tinker_sessions (id, owner) VALUES (?, ?)", (session, owner))
 
     def check_session(self, session: Any, owner: str) -> None:
-        """Raise UnknownError unless it is a session of this user, FinishedError if its client has ended it."""
+        """Raise UnknownError if this user has no such session, FinishedError if its client has ended it."""
         row = self.database.row("SELECT owner, finished FROM tinker_sessions WHERE id = ?", (str(session),))
         if row is None or row["owner"] != owner:
             raise UnknownError(f"session_id is {session!r}; there is no such session of yours: make a ServiceClient")
@@ -146,7 +141,7 @@ class RequestStore:
                                 "ServiceClient")
 
     def finish_session(self, session: str, owner: str, reason: str) -> None:
-        """Mark a session as ended, with the client's reason; the first reason stays. Its models and weights stay."""
+        """Mark a session as ended, with the client's reason, once. Its models and weights stay."""
         with contextlib.suppress(FinishedError):
             self.check_session(session, owner)
         self.database.change("UPDATE tinker_sessions SET finished = ? WHERE id = ? AND finished IS NULL",
@@ -161,7 +156,7 @@ class RequestStore:
                                (model, kind, body))
 
     def model(self, model: Any, owner: str | None = None) -> StoredModel:
-        """Return a model. UnknownError if it does not exist, or with `owner` if it is another user's."""
+        """Return a model. UnknownError if there is none, or if it is not `owner`'s (None: any user's)."""
         row = self.database.row(f"{MODELS} WHERE id = ?", (str(model),))
         if row is None or (owner is not None and row["owner"] != owner):
             raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
@@ -173,7 +168,7 @@ class RequestStore:
         return [StoredModel(**with_settings(row)) for row in rows]
 
     def ask(self, asked: ModelRequest) -> ModelRequest | None:
-        """Store a request, or return the stored one with its number. ValueError for a number too high or too old."""
+        """Store a request, or return the one stored with its number. ValueError for a number too high or too old."""
         done = self.model(asked.model).done
         if not done - KEPT < asked.seq <= done + AHEAD:
             raise ValueError(f"seq_id is {asked.seq}; the last one that was answered is {done}, and at most {AHEAD} "
@@ -208,15 +203,14 @@ class RequestStore:
         return None if row is None else ModelRequest(row["model"], row["seq"], row["kind"], row["body"] or b"")
 
     def since_step(self, model: StoredModel) -> list[ModelRequest]:
-        """Return the requests that were answered after the last optimizer step, in order, to recompute the gradients.
-        Failed requests, known by their JSON answers, are left out: they added nothing."""
+        """Return the successful requests since the last optimizer step, in order, to recompute their gradients."""
         rows = self.database.rows(
             "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq > ? AND seq <= ? "
             "AND body IS NOT NULL AND media != ? ORDER BY seq", (model.id, model.stepped, model.done, JSON))
         return [ModelRequest(**row) for row in rows]
 
     def keep(self, asked: ModelRequest, answer: ModelReply, state: str | None = None) -> None:
-        """Store a request's answer, and its new state file, if any. Keep the request's body if it added gradients."""
+        """Store a request's answer, and the name of a new state file. Keep the request's body if it added gradients."""
         with self.database.write() as connection:
             if answer.also is not None:
                 answer.also(connection)
@@ -238,7 +232,7 @@ class RequestStore:
         self.database.change("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
 
     def snapshots(self, owner: str) -> list[str]:
-        """Return the snapshot folders that this user's samplers use, in the order of their addition."""
+        """Return the snapshot folders that this user's samplers use."""
         rows = self.database.rows("SELECT DISTINCT snapshot FROM tinker_samplers WHERE owner = ? AND snapshot IS NOT "
                                    "NULL", (owner,))
         return [row["snapshot"] for row in rows]

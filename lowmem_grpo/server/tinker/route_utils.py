@@ -22,8 +22,6 @@ SMALL = 64 * 1024  # the most bytes of a body that is parsed in a few millisecon
 
 @dataclass(frozen=True)
 class Served:
-    """The facts about the served model that clients request."""
-
     name: str  # the name that clients use, also to load its tokenizer
     loaded_as: str  # the name with which the server was started, also accepted
     tokenizer: str  # a name on the hub, or a folder
@@ -31,7 +29,6 @@ class Served:
     context: int
 
     def check_base(self, name: Any) -> None:
-        """Raise ValueError for the name of another model."""
         if name not in (self.name, self.loaded_as):
             raise ValueError(f"base_model is {name!r}; this server has {self.loaded_as!r}")
 
@@ -60,8 +57,7 @@ Answers = Callable[[ApiRequest], Json | None]
 
 
 def route(answers: Answers, refuse: Callable[[str], None] | None = None) -> Callable[[Request], Any]:
-    """Return a route that answers in a thread. If a request is refused for good (not 429), `refuse` is called with its
-    user."""
+    """Return a route that answers in a thread. `refuse` gets the user of a request that is refused for good."""
     async def endpoint(request: Request) -> Response:
         asked = await ApiRequest.read(request)
         try:
@@ -76,8 +72,7 @@ def route(answers: Answers, refuse: Callable[[str], None] | None = None) -> Call
 
 
 async def checked(call: Callable[[], T], here: bool = False) -> T:
-    """Run a call in a thread and return its result. With `here`, the call runs in this thread: for calls that do not
-    block, since changing threads is slow while another thread computes. Errors are mapped by `client_errors`."""
+    """Run a call in a thread, or `here` if it does not block, and return its result. Raises ChatError."""
     with client_errors():
         return call() if here else await run_in_threadpool(call)
 

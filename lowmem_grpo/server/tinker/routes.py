@@ -30,7 +30,6 @@ HEAD = ("train_unembed is on by default, and this server trains no output head: 
 
 
 def tinker_router(training: Training, sampling: SampleService, served: Served) -> APIRouter:
-    """Return the router of the protocol's routes; the app answers other paths as unknown, with a list of its routes."""
     router = APIRouter(redirect_slashes=False)
     models, promises = ModelRoutes(training, served), PromiseRoutes(training, sampling, served)
     answers = models.answers() | {
@@ -242,7 +241,7 @@ class PromiseRoutes:
         return Response(answer.body, media_type=answer.media)
 
     async def answer(self, promise: str, owner: str) -> ModelReply | None:
-        """Return the reply of a promise; None if there is none within the time of a poll."""
+        """Return the reply of a promise; None if there is none within POLL seconds."""
         if promise.endswith(f":{UNLOAD}"):
             return await checked(lambda: self.training.runs.gone(promise.rpartition(":")[0], owner))
         if ":sample:" in promise:
@@ -272,7 +271,7 @@ def path_in(asked: ApiRequest) -> str:
 
 
 def page_of(asked: ApiRequest, name: str, entries: list[T], shown: Callable[[T], Json], usual: int) -> Json:
-    """Return the requested part of a list under its name, by default the first `usual` entries."""
+    """Return the requested entries of a list under the list's `name`; by default the first `usual` entries."""
     page = calls.read(calls.ListPage, asked.query)
     most = min(page.limit or usual, MOST)
     return {name: list(map(shown, entries[page.offset:page.offset + most])),

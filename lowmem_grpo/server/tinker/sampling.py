@@ -1,5 +1,4 @@
-"""`SampleService`: completions of prompts by the base model or a snapshot of an adapter; and `PromptScoring`: the
-log-probabilities of prompts, computed in packed batches of the prompts that wait for the same adapter."""
+"""`SampleService`: completions by the base model or a saved adapter; `PromptScoring`: log-probabilities of prompts."""
 
 import itertools
 import logging
@@ -47,8 +46,6 @@ class Scored:
 
 @dataclass(eq=False)
 class WaitingPrompt:
-    """A prompt that waits to be scored."""
-
     ids: list[int]  # (P,)
     adapter: Path | None
     top: int  # the k of the top-k tokens
@@ -93,7 +90,7 @@ class PromptScoring:
 
     @torch.no_grad()
     def work(self) -> None:
-        """Score the prompts that wait for the first one's adapter; do nothing if an earlier job scored them all."""
+        """Score the waiting prompts that use the first one's adapter. If none waits, do nothing."""
         if not (taken := self.next_prompts()):
             return
         groups = [group_of(prompt.ids) for prompt in taken]
@@ -201,7 +198,7 @@ class SampleService:
         self.promises: dict[str, Promise] = {}  # by request id, the oldest first
 
     def ask(self, asked: SampleRequest, adapter: Path | None, owner: str) -> dict[str, Any]:
-        """Return the promise of a sample from a snapshot's folder, or the base model; equal `seq_id`s share it."""
+        """Return the promise of a sample by a saved adapter (None: the base model). Equal `seq_id`s share a promise."""
         name = f"{asked.sampling_session_id}:{asked.seq_id}"
         with self.lock:
             if name not in self.promises:
@@ -238,7 +235,7 @@ class SampleService:
 
 
 def params_of(asked: SampleRequest, bounds: ModelBounds) -> SamplingParams:
-    """Return the sampling parameters, by default up to the context's end. ValueError names a wrong field."""
+    """Return the sampling parameters; by default max_tokens fills the context. ValueError names a wrong field."""
     if not 0 < len(asked.ids) < bounds.context:
         raise ValueError(f"prompt has {len(asked.ids)} tokens; it must have 1 to {bounds.context - 1}")
     check_ids(torch.tensor(asked.ids), "prompt", bounds)

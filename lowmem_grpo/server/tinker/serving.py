@@ -85,8 +85,6 @@ def chats_over(worker: EngineWorker, checkpoints: CheckpointStore, base: str) ->
 
 @dataclass
 class ServedModel:
-    """A loaded model with its worker, training and routes."""
-
     worker: EngineWorker
     training: Training
     router: APIRouter
@@ -104,8 +102,7 @@ class ServedModel:
 def serve_model(
     name: str, database: Database, folder: Path, allowances: Allowances | None = None, **loading: Any
 ) -> ServedModel:
-    """Load a model by its name, and resume its clients' models. `folder` holds the clients' states, `allowances` are
-    the users' limits, and `loading` are options of FastLanguageModel.from_pretrained."""
+    """Load a model, and resume its clients' models from `folder`. `loading` goes to `from_pretrained`."""
     model, _ = FastLanguageModel.from_pretrained(name, **loading)
     lora = FastLanguageModel.get_peft_model(model, r=1)  # the active adapter while no client's is
     policy = Policy(lora.inner)

@@ -1,6 +1,4 @@
-"""`Training`: runs clients' requests to their models in the thread that owns the base model, and survives a kill.
-
-    request stored -> its turn comes -> it runs -> its answer, and after a step the state, stored -> answer sent"""
+"""`Training`: runs clients' requests to their models in the thread that owns the base model, and survives a kill."""
 
 import logging
 import threading
@@ -80,8 +78,8 @@ class Training:
         return asked.id
 
     def add_model(self, model: str, owner: str, settings: LoraSettings, kind: str, body: bytes | None = None) -> str:
-        """Add a model with its first request; return the promise's id. If the user is at the limit of models, unload
-        one whose client left; ValueError if there is none."""
+        """Add a model with its first request; return the promise's id. If the user is at the limit of models, unload a
+        model whose client left; ValueError if there is none."""
         try:
             self.usage.check_model(model, owner)
         except ValueError:
@@ -104,8 +102,7 @@ class Training:
             self.worker.run(self.checkpoints.sweep, sleep=False)
 
     def look_for_gap(self, model: StoredModel) -> bool:
-        """Return whether later requests wait for a missing one. If they have waited for a while, answer the missing one
-        with a failure, so that they can run: it was lost, or refused before it had a promise."""
+        """Return whether requests wait for a missing one. After a while, answer the missing one with a failure."""
         missing = self.store.gap(model.id)
         if gives_up := missing is not None and self.runs.gives_up(model):
             self.store.step_over(model.id, missing, ModelReply.failed(
@@ -122,7 +119,7 @@ class Training:
         self.worker.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
 
     def done(self, asked: ModelRequest, done: "Future[Any]") -> None:
-        """Wake the clients that poll for a request which left the worker, and start the model's next request."""
+        """Wake the clients that poll for a request that has run, and start the model's next request."""
         with self.lock:
             self.busy.discard(asked.model)
             told = self.told.pop(asked.id, None)
@@ -135,8 +132,7 @@ class Training:
             logger.error("%s was not answered: %s", asked.id, error)
 
     def kept(self, promise: str) -> "Future[None]":
-        """Return a future that is done once a promise is fulfilled. Call this before looking into the request store, so
-        that an answer stored in between is noticed."""
+        """Return a future that is done once a promise is fulfilled. Get it before you look into the request store."""
         with self.lock:
             return self.told.setdefault(promise, Future())
 
@@ -147,8 +143,7 @@ class Training:
     # In the worker's thread
 
     def do(self, asked: ModelRequest) -> None:
-        """Run a request and store its answer. On an OSError, reload the model from the disk; no answer is stored.
-        """
+        """Run a request and store its answer. On an OSError store none, and reload the model from the disk."""
         state = None
         try:
             answer = self.answer(asked)
@@ -228,7 +223,7 @@ class Training:
         return replace(answer, also=partial(self.checkpoints.put, saved))
 
     def save_snapshot(self, number: int, model: StoredModel) -> ModelReply:
-        """Save an unnamed snapshot of a model, and add the sampling session of this number, which uses it."""
+        """Save an unnamed snapshot of a model, and add sampling session `number`, which uses it."""
         sampler = f"{model.id}:sample:{number}"
         folder = self.snapshots / sampler.replace(":", "_")
         self.usage.check_storage(model.owner, self.adapters.size(model.id))

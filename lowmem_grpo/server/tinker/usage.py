@@ -73,7 +73,6 @@ class Usage:
             self.samples[owner] -= 1
 
     def check_model(self, model: str, owner: str) -> None:
-        """Raise ValueError if this is a new model and its user has reached the limit of models."""
         have, may = {each.id for each in self.store.models(owner)}, self.allowances[owner].models
         if model not in have and len(have) >= may:
             raise ValueError(f"models: this key has {len(have)}, and may have {may}: unload those that are done "
@@ -81,7 +80,6 @@ class Usage:
                              "clients, and they make room by themselves")
 
     def check_storage(self, owner: str, more: int) -> None:
-        """Raise ValueError if `more` bytes on the disk would exceed the user's storage."""
         have, may = self.stored(owner), self.allowances[owner].storage
         if have + more > may:
             raise ValueError(f"storage: this key has {size_text(have)} on the disk, this takes {size_text(more)} more, "
@@ -116,12 +114,10 @@ class Runs:
         self.database.change("INSERT OR REPLACE INTO tinker_times VALUES (?, ?)", (model, time.time()), waits=False)
 
     def refuse(self, owner: str) -> None:
-        """Record that a body of this user was refused: its model and its number are unknown."""
         self.refused[owner] = time.time()
 
     def gives_up(self, model: StoredModel) -> bool:
-        """Return whether to give up a missing request: the model got no request for GAP seconds, or for SOON seconds
-        if a request of its user was refused within the last GAP seconds."""
+        """Return whether a missing request is given up: after GAP or SOON seconds without a request of the model."""
         now = time.time()
         patience = SOON if now - self.refused.get(model.owner, -GAP) < GAP else GAP
         return now - max(model.asked, self.began) >= patience

@@ -1,5 +1,4 @@
-"""The protobuf messages of the Tinker protocol, as classes that are made from a table of field numbers, and the bodies
-that carry them. Fields that the table lacks are skipped, so that newer clients' messages can be read."""
+"""The protobuf messages of the Tinker protocol, made from a table of field numbers. Unknown fields are skipped."""
 
 import re
 from typing import Any
