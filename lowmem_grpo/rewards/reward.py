@@ -5,13 +5,15 @@ import inspect
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from lowmem_grpo.rewards.ready.reading import Place, after, in_tag
 from lowmem_grpo.rewards.texts import completion_texts, labels_of, values_of
 from lowmem_grpo.utils import TEXT, TRUTH, Rule, number, require
+
+logger = logging.getLogger(__name__)
 
 CONTRACT = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 AMOUNT = number("a finite number", lambda value: abs(value) <= sys.float_info.max)
@@ -42,6 +44,7 @@ class Reward(ABC):
     by_group = True  # needs only one prompt's group at a time, so it may be called while other groups decode
     after_sampling = False  # uses the rollout engine, so it must be called after sampling
     time_limit: float | None = None  # seconds, in place of GRPOConfig.reward_timeout
+    said_unread = False  # True once `say_unread` has warned
     required = False  # if it returns None for a completion, the whole group is left out of the step
 
     def __init__(self, name: str, columns: tuple[str, ...] = ()) -> None:
@@ -71,6 +74,17 @@ class Reward(ABC):
     @abstractmethod
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         """Return the rewards of N texts. `columns` holds the columns of `self.columns`, `call` all other arguments."""
+
+    def say_unread(self, results: Sequence[float | None], labels: list[Any]) -> None:
+        """Warn once if labels give no result. Missing labels do not count, as they are meant to give none."""
+        unread = [label for result, label in zip(results, labels, strict=False)
+                  if result is None and any(str(each).strip() for each in labels_of(label))]
+        if unread and not self.said_unread:
+            self.said_unread = True
+            logger.warning(
+                "%s gives no verdict on %d of %d completions, and no reward: it cannot compare with the label %.80r in "
+                "the column %r. Write the answer alone, as text or a number, or as \"#### 43\", \\boxed{43} or \"The "
+                "answer is 43.\"", self.__name__, len(unread), len(results), unread[0], self.columns[0])
 
     def fault_of_row(self, row: dict[str, Any]) -> str | None:
         """Return the reason why a dataset row can never be judged; None if it can. Called before a run."""
@@ -105,8 +119,11 @@ class TextReward(Reward):
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         if not self.columns:
             return [self.rule(text) for text in texts]
-        pairs = zip(texts, columns[self.columns[0]], strict=True)
-        return [self.rule(text, label) if values_of(label) else None for text, label in pairs]
+        labels = columns[self.columns[0]]
+        rewards = [self.rule(text, label) if values_of(label) else None
+                   for text, label in zip(texts, labels, strict=True)]
+        self.say_unread(rewards, labels)
+        return rewards
 
 
 class TokenReward(TextReward):
@@ -120,8 +137,6 @@ class TokenReward(TextReward):
             ids = [[token for turn in turns for token in turn.completion_ids] for turns in call["turns"]]
         return [self.rule(tokens.tolist() if hasattr(tokens, "tolist") else tokens) for tokens in ids]
 
-
-logger = logging.getLogger(__name__)
 
 Verdict = bool | None  # None: no verdict, for example because the label is not a number
 
@@ -176,24 +191,12 @@ class VerifiedReward(Reward):
         for option, amount in (("right", right), ("wrong", wrong)):
             require(option, amount, AMOUNT)
         self.verifier, self.right, self.wrong = verifier, float(right), float(wrong)
-        self.said_unread = False  # True once `say_unread` has warned
 
     def pay(self, texts: list[str], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[float | None]:
         needed = {name: columns[name] for name in self.columns}
         verdicts = self.verifier.verdicts(texts, **needed)
         self.say_unread(verdicts, next(iter(needed.values()), []))
         return self.paid(verdicts, call)
-
-    def say_unread(self, verdicts: list[Verdict], labels: list[Any]) -> None:
-        """Warn once if labels give no verdict. Missing labels do not count, as they are meant to give none."""
-        unread = [label for verdict, label in zip(verdicts, labels, strict=False)
-                  if verdict is None and any(map(str, labels_of(label)))]
-        if unread and not self.said_unread:
-            self.said_unread = True
-            logger.warning(
-                "%s gives no verdict on %d of %d completions, and no reward: it cannot compare with the label %.80r in "
-                "the column %r. Write the answer alone, or as \"#### 43\", \\boxed{43} or \"The answer is 43.\"",
-                self.__name__, len(unread), len(verdicts), unread[0], self.columns[0])
 
     def paid(self, verdicts: list[Verdict], call: dict[str, Any]) -> list[float | None]:
         """Return the rewards for these verdicts, and log the share of right ones."""

@@ -6,7 +6,7 @@ from typing import Any
 from lowmem_grpo.rewards.ready.answers import answer_match
 from lowmem_grpo.rewards.ready.formats import too_long
 from lowmem_grpo.rewards.reward import Reward, TextReward, VerifiedReward
-from lowmem_grpo.rewards.texts import values_of
+from lowmem_grpo.rewards.texts import label_text, values_of
 from lowmem_grpo.utils import TEXT, require
 
 GREETING_LINES = 2  # lines at the top of a mail that may hold the recipient's name
@@ -25,7 +25,7 @@ def keyword_present(present: float = 1.0, absent: float = 0.0, column: str = "ke
 
 
 def pay_keywords(text: str, label: Any, present: float, absent: float) -> float | None:
-    wanted = [str(word).strip() for word in values_of(label)]
+    wanted = [label_text(word).strip() for word in values_of(label)]
     if not any(wanted):
         return None
     return present if all(has_word(text, word) for word in wanted if word) else absent
@@ -45,15 +45,17 @@ def ideal_answer(exact: float = 1.0, other: float = 0.0, column: str = "ideal") 
 
 
 def recipient_named(named: float = 1.0, unnamed: float = 0.0, column: str = "recipient") -> TextReward:
-    """Return a reward: `named` if one of the first two non-blank lines names the row's recipient, else `unnamed`."""
+    """Return a reward: `named` if one of the first two non-blank lines names the row's recipient, or
+    one of a list of recipients, else `unnamed`. None if there is no recipient."""
     return TextReward("recipient_named", pay_recipient, column, named=named, unnamed=unnamed)
 
 
 def pay_recipient(text: str, label: Any, named: float, unnamed: float) -> float | None:
-    if not str(label).strip():
+    names = [name for each in values_of(label) if (name := label_text(each).strip())]
+    if not names:
         return None
     greeting = [line for line in text.splitlines() if line.strip()][:GREETING_LINES]
-    return named if any(has_word(line, str(label)) for line in greeting) else unnamed
+    return named if any(has_word(line, name) for line in greeting for name in names) else unnamed
 
 
 def signed(signature: str, present: float = 1.0, absent: float = 0.0) -> TextReward:

@@ -182,6 +182,27 @@ def test_a_label_that_no_text_can_equal_is_told_of_and_not_counted_as_wrong(
     assert "no verdict on 2 of 2 completions" in caplog.text
 
 
+@every_row(("reward", "label"), [
+    (rewards.proximity(column="label"), "about 70"), (rewards.proximity(column="label"), "70 apples"),
+    (rewards.proximity(column="label"), b"70"), (rewards.keyword_present(column="label"), b"refund"),
+    (rewards.keyword_present(column="label"), [["refund"]]), (rewards.recipient_named(column="label"), b"Bo"),
+    (rewards.recipient_named(column="label"), {"name": "Bo"}),
+])
+def test_a_reward_that_cannot_read_its_label_says_so_once_and_counts_nothing_as_wrong(
+    reward: Any, label: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.clear()
+    for _ in range(2):
+        assert reward(completions=["Dear Bo, a refund of 70"] * 2, label=[label, None]) == [None, None]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "no verdict on 1 of 2 completions" in line and "column 'label'" in line
+
+
+def test_any_recipient_of_a_list_may_be_named() -> None:
+    named = rewards.recipient_named()
+    assert named(completions=["Dear Al,\nyes", "Dear Cy,\nyes"], recipient=[["Bo", "Al"]] * 2) == [1.0, 0.0]
+
+
 @every_row(("text", "verdict"), [
     ('{"n": 3}', True), ('{"n": 3.0}', True), ('Here:\n```json\n{"n": 3}\n```\nDone.', True), ('```{"n": 3}```', True),
     ('```\n{"n": 1}\n```\n```\n{"m": 3}\n```', False), ('{"n": "3"}', False), ('{"n": 3', False), ("", False),
