@@ -85,7 +85,7 @@ def one_of(inputs: Any, output: Any, entry: dict[str, Any], function: str | None
 
 
 def call_of(function: str, inputs: Any, output: Any, kind: str) -> dict[str, Any]:
-    """Return the test of a call. A text has an argument per line or, for the kind "function_call", all in a list."""
+    """Return the test of a function call. If `inputs` is a text, it holds one argument per line, or a list of them."""
     if not isinstance(inputs, str):
         args, expected = (list(inputs) if isinstance(inputs, list | tuple) else [inputs]), output
     else:

@@ -118,8 +118,7 @@ class ExampleEncoder(PromptEncoder):
         return chat_text(self.tokenizer, messages, self.options(row) | CLOSED)
 
     def behind(self, rendered: str, row: dict[str, Any]) -> str:
-        """Return the text rendered after the prompt `rendered`. DataError if the completion changes how that is
-        rendered."""
+        """Return the answer's rendered text. DataError if the answer changes `rendered`, the prompt's rendered text."""
         *prompt, last = row["prompt"]
         said = row["completion"]
         answer = {"role": "assistant", "content": said} if isinstance(said, str) else said[0]

@@ -161,7 +161,7 @@ def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryP
 
 
 def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, known: bool) -> Iterator[MemoryPlan]:
-    """Yield plans that keep as many layers as have room. Each later plan has a smaller spread or, on a `known` card,
+    """Yield plans that keep as many layers as have room. Each later plan has a smaller `spread` or, on a `known` card,
     smaller micro-batches, until a plan keeps all layers."""
     settings, wide = draft.settings, draft.settings.spread or 0.0
     most = settings.max_tokens or settings.context  # the user's may be below the context
@@ -199,7 +199,7 @@ def enough(asked: RunSettings, device: Device) -> int:
 
 
 def paid_spread(asked: RunSettings) -> float:
-    """Return the spread that is worth its memory: the largest, or the smallest if the context exceeds MAX_PACKED."""
+    """Return the `spread` setting that is worth its memory: the largest, or the least for contexts above MAX_PACKED."""
     return SPREADS[0] if asked.context <= MAX_PACKED else SPREADS[-1]
 
 
