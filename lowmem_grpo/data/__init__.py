@@ -1,7 +1,4 @@
-"""Dataset rows to prompts and training examples, in a seeded order that a checkpoint can resume.
-
-Submodules are imported when one of their names is first used.
-"""
+"""Turn dataset rows into prompts and training examples, in a seeded order that a checkpoint can resume."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The text around each turn of a chat, in which {role} stands for the role's name."""
+    """The text around each turn of a chat. In it, {role} stands for the role's name."""
 
     turn: str  # before the content
     end: str  # the token that ends a turn
@@ -82,13 +82,13 @@ def get_chat_template(
     map_eos_token: bool = True, system_message: str | None = None, patch_saving: bool = True,
     use_zoo_tokenizer_patch: bool | None = None,
 ) -> Any:
-    """Set a chat template on the tokenizer, and return the tokenizer. Pass a name, or (template, end token).
+    """Set a chat template on the tokenizer and return it. `chat_template` is a name, or (template, end token).
 
-    A tokenizer that already has the format keeps its own template. `mapping` gives the dataset's names of keys and
-    roles, such as {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}. `map_eos_token` makes the
-    format's end token the tokenizer's EOS token; if the tokenizer lacks the end token, its EOS token ends the turns.
-    `system_message` is added to conversations without a system message. The other two options have no effect here.
-    ValueError for an unknown name.
+    A tokenizer that already has the named format keeps its own template. `mapping` gives the dataset's names of keys
+    and roles, such as {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}. `map_eos_token` makes
+    the format's end token the EOS token; if the tokenizer lacks that token, the old EOS token ends the turns.
+    `system_message` is added to conversations without one. The options after it have no effect. ValueError for an
+    unknown name.
     """
     if other := sorted(set(mapping or {}) - MAPPING.keys()):
         raise ValueError(f"mapping has {other[0]!r}; its keys are {', '.join(MAPPING)}")
@@ -117,7 +117,7 @@ def get_chat_template(
 
 
 def has_format(tokenizer: Any, form: ChatFormat, end: str) -> bool:
-    """Return whether the tokenizer's own template writes a user turn in this format; white space may differ."""
+    """Return whether the tokenizer's own template writes a user turn in this format, apart from white space."""
     try:
         text = tokenizer.apply_chat_template([{"role": "user", "content": "Q"}], tokenize=False)
     except Exception:  # noqa: BLE001 - it has none, or one that raises
@@ -127,7 +127,6 @@ def has_format(tokenizer: Any, form: ChatFormat, end: str) -> bool:
 
 
 def format_of(name: str) -> ChatFormat:
-    """Return the format of this name; ValueError, with the known names, for an unknown one."""
     if name.lower() not in FORMATS:
         raise ValueError(f"chat_template is {name!r}; known are {', '.join(FORMATS)}. For another one pass (template, "
                          f"end token), or set tokenizer.chat_template yourself{suggestion(name.lower(), FORMATS)}")
@@ -140,13 +139,13 @@ def is_token(tokenizer: Any, text: str) -> bool:
 
 
 def end_of(tokenizer: Any, form: ChatFormat, map_eos_token: bool) -> str:
-    """Return the text that ends a turn: the format's end token, or the EOS token if the tokenizer lacks that token."""
+    """Return the format's end token; if the tokenizer lacks that token and `map_eos_token` is set, the EOS token."""
     missing = map_eos_token and not is_token(tokenizer, form.end) and tokenizer.eos_token is not None
     return str(tokenizer.eos_token) if missing else form.end
 
 
 def written(form: ChatFormat, end: str) -> str:
-    """Return the Jinja template that renders `own.messages` in this format."""
+    """Return the Jinja code that writes the messages in this format."""
     system, user, assistant = (form.before(place) for place in range(3))
     rest = form.newline if form.open_ended else end + form.newline
     return constant("form", {"system": system, "user": user, "assistant": assistant, "end": end + form.newline,
@@ -154,14 +153,14 @@ def written(form: ChatFormat, end: str) -> str:
 
 
 def reading(keys: dict[str, str], system_message: str | None) -> str:
-    """Return the Jinja code that converts messages with the dataset's key and role names into `own.messages`."""
+    """Return the Jinja code that reads messages with the dataset's names of keys and roles."""
     roles = {keys["user"]: "user", keys["assistant"]: "assistant"}
     return constant("keys", {"role": keys["role"], "content": keys["content"], "roles": roles,
                              "system": system_message}) + READ
 
 
 def constant(name: str, value: dict[str, Any]) -> str:
-    """Return a Jinja statement that sets `name` to a dictionary. JSON is valid Jinja, once `null` is `none`."""
+    """Return a Jinja statement that sets the variable `name` to `value`, written as JSON with `none` for `null`."""
     text = json.dumps(value, ensure_ascii=False)
     return "{%- set " + name + " = " + text.replace(": null", ": none") + " -%}\n"
 
@@ -181,11 +180,11 @@ def standardize_sharegpt(
     aliases_for_user: Sequence[str] = ALIASES["user"], aliases_for_assistant: Sequence[str] = ALIASES["assistant"],
     batch_size: int = 1000, num_proc: int | None = None,
 ) -> Any:
-    """Return the dataset with its conversations as lists of {"role", "content"}, in the same column.
+    """Return the dataset with each conversation as a list of {"role", "content"}, in the same column.
 
-    `dataset` is a Dataset, an IterableDataset, a DatasetDict or a list of rows. The aliases are role names that the
-    dataset may use; other roles, such as "tool", are kept. `tokenizer` has no effect. DataError if no column holds
-    conversations.
+    `dataset` is a Dataset, an IterableDataset, a DatasetDict or a list of rows. `aliases_for_user` and the like are the
+    dataset's names for a role; other roles, such as "tool", are kept. `tokenizer` has no effect. DataError if no column
+    holds conversations.
     """
     names = {alias.lower(): role for role, aliases in zip(
         ALIASES, (aliases_for_system, aliases_for_user, aliases_for_assistant), strict=True) for alias in aliases}
@@ -219,8 +218,7 @@ def column_of(columns: list[str]) -> str:
 
 
 def message_of(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return {"role", "content"} of a message, and its tool calls, name and thoughts; `names` maps role aliases to
-    roles. DataError if a key is missing."""
+    """Return a message with standard keys; `names` maps role aliases to roles. DataError if a needed key is missing."""
     if not isinstance(message, dict):
         raise DataError(f"a message is a {type(message).__name__}; needed are dicts with role and content, or from and "
                         "value")

@@ -43,7 +43,7 @@ def tests_in(tests: Any, function: str | None = None) -> list[Any]:
 
 
 def tests_of(present: dict[str, Any], entry: dict[str, Any], function: str | None) -> list[Any]:
-    """Return the tests of the object `entry`; `present` holds its keys whose values are not None."""
+    """Return the tests of the object `entry`; `present` is `entry` without keys that map to None."""
     function = function_in(present) or function
     if (language := str(present.get("language", PYTHON[0]))).lower() not in PYTHON:
         raise ValueError(f"tests are for {language!r}; only Python runs here: leave the row out")
@@ -71,8 +71,8 @@ def in_pairs(inputs: Any, outputs: Any, entry: dict[str, Any], function: str | N
 
 
 def one_of(inputs: Any, output: Any, entry: dict[str, Any], function: str | None) -> dict[str, Any]:
-    """Return one test, of a program or of a function call, by the type in `entry`. Without a type, it is a call if
-    there is a `function`. ValueError for an unknown type, or a call without a function name."""
+    """Return the test of a program or of a function call, as the type in `entry` says. Without a type, the test is a
+    call if `function` is set. ValueError for an unknown type, or a call without a function name."""
     kind = kind_of(entry)
     if kind not in (*PROGRAMS, *CALLS, ""):
         raise ValueError(f"a test has the type {kind!r}; allowed are {', '.join((*PROGRAMS, *CALLS))}: correct the row")
@@ -85,7 +85,7 @@ def one_of(inputs: Any, output: Any, entry: dict[str, Any], function: str | None
 
 
 def call_of(function: str, inputs: Any, output: Any, kind: str) -> dict[str, Any]:
-    """Return the test of a call. Text `inputs` has one argument per line or, for the kind "function_call", one list."""
+    """Return the test of a function call. If `inputs` is a text, it holds one argument per line, or a list of them."""
     if not isinstance(inputs, str):
         args, expected = (list(inputs) if isinstance(inputs, list | tuple) else [inputs]), output
     else:

@@ -1,8 +1,7 @@
 """Rows for supervised fine-tuning: their token ids, and the mask of the trained tokens.
 
 Prompt and completion are tokenised separately, exactly as in a rollout: first the prompt with its generation prompt,
-then the completion with its end token. texts.py has the encoders of texts and whole conversations, and shapes.py
-chooses the encoder by a dataset's columns.
+then the completion with its end token.
 """
 
 import json
@@ -25,7 +24,7 @@ NEW_TURN = {"add_generation_prompt": True, "continue_final_message": False}  # e
 
 @dataclass
 class Example(Prompt):
-    """A usable row: `ids` before the first trained token, `completion_ids` (C,) from it to the last trained token."""
+    """A usable row. `ids` end before the first trained token; `completion_ids` (C,) end with the last trained one."""
 
     completion_ids: list[int] = field(default_factory=list)
     trained: list[bool] | None = None  # (C,) mask of the trained completion tokens; None for all
@@ -68,7 +67,6 @@ class ExampleEncoder(PromptEncoder):
             logger.warning(message)
 
     def encode(self, row: dict[str, Any]) -> Example | Examples | str:
-        """Return the example, or the reason for leaving the row out."""
         prompt = super().encode(row) if self.truncation is None else self.of_any_length(row)
         if isinstance(prompt, str):
             return prompt
@@ -85,9 +83,8 @@ class ExampleEncoder(PromptEncoder):
         return self.example(row, prompt.text, [*prompt.ids, *ids], trained, "prompt and completion")
 
     def example(self, row: dict[str, Any], text: str, ids: list[int], trained: list[bool], what: str) -> Example | str:
-        """Return the example of a row's tokens with the mask `trained`, or the reason to skip the row; `what` names the
-        tokens in that reason. The first token is never trained, since nothing predicts it; tokens after the last
-        trained one are left out of the completion."""
+        """Return the Example of the tokens `ids`, or the reason to skip the row, in which `what` names the tokens. The
+        first token is never trained, since nothing predicts it. The completion ends with the last trained token."""
         limit = self.max_prompt_length
         if len(ids) > limit:
             if self.truncation is None:
@@ -103,8 +100,7 @@ class ExampleEncoder(PromptEncoder):
         return Example(row, ids[:first], text, None, 0, ids[first:end], None if all(mask) else mask, ids, labels)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the chat template's keyword arguments for a row; DataError if its `tools` are text but not JSON, or
-        its `chat_template_kwargs` are not the template's."""
+        """Return the chat template's keyword arguments. DataError for malformed `tools` or `chat_template_kwargs`."""
         tools, own = row.get("tools"), row.get("chat_template_kwargs") or {}
         own = {name: value for name, value in own.items() if value is not None} if isinstance(own, dict) else own
         if not TEMPLATE_VARIABLES[1](own):
@@ -122,7 +118,7 @@ class ExampleEncoder(PromptEncoder):
         return chat_text(self.tokenizer, messages, self.options(row) | CLOSED)
 
     def behind(self, rendered: str, row: dict[str, Any]) -> str:
-        """Return the text after the prompt `rendered`; DataError if the completion changes the prompt's rendering."""
+        """Return the answer's rendered text. DataError if the answer changes `rendered`, the prompt's rendered text."""
         *prompt, last = row["prompt"]
         said = row["completion"]
         answer = {"role": "assistant", "content": said} if isinstance(said, str) else said[0]
@@ -170,7 +166,6 @@ class ExampleEncoder(PromptEncoder):
 
 
 def shared_start(text: str, other: str) -> str:
-    """Return the longest common prefix of two texts."""
     pairs = enumerate(zip(text, other, strict=False))
     return text[: next((at for at, (letter, another) in pairs if letter != another), min(len(text), len(other)))]
 

@@ -32,7 +32,7 @@ def is_file_name(source: str) -> bool:
 
 
 def refuse_unreadable(path: Path) -> None:
-    """Raise OSError for a file that is missing, of another kind, without rows, or broken in its first rows."""
+    """Raise OSError for a file that is missing, empty, broken in its first rows, or of an unsupported kind."""
     kind = path.suffix.lower()
     if kind not in KINDS or not path.is_file():
         raise OSError(f"no file {str(path)!r} that can be read; allowed are {', '.join(KINDS)}, and names on the hub")
@@ -68,7 +68,6 @@ def has_one_row(path: Path) -> bool:
 
 
 def first_lines(path: Path, errors: str = "strict") -> list[str]:
-    """Return the first two lines that are not blank."""
     with path.open(encoding="utf-8-sig", errors=errors) as file:
         return [*islice((line for line in file if line.strip()), 2)]
 
@@ -110,7 +109,7 @@ def check_encoding(path: Path) -> None:
 
 
 def broken_line(path: Path, most: int | None = None) -> str:
-    """Return a message about the first line that is not a JSON object, among `most` lines (None: all); else ""."""
+    """Return a message about the first line that is not a JSON object, or "". `most` limits the lines that are read."""
     with path.open(encoding="utf-8-sig") as file:
         for number, line in islice(enumerate(file, 1), most):
             try:
@@ -142,7 +141,6 @@ def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) 
 
 
 def check_prompt_column(source: str, columns: Sequence[str], wanted: str) -> None:
-    """Raise ValueError if `wanted`, the prompt column, is not in `columns`. If `columns` is empty, check nothing."""
     if columns and wanted not in columns:
         raise ValueError(f"{source} has no column {wanted!r}; it has {listed(columns)}. Name the one with the prompts: "
                          "--prompt-column NAME")
@@ -161,9 +159,8 @@ def read_dataset(source: str, split: str = "test", prompt_column: str = "prompt"
 
 
 def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any:
-    """Return all rows of a jsonl, json, csv or parquet file, or a split of a dataset on the hub. "OWNER/NAME:CONFIG"
-    selects a configuration. OSError if the rows are missing or cannot be read, ValueError if the hub lacks the
-    dataset."""
+    """Return all rows of a jsonl, json, csv or parquet file, or of a split of a hub dataset ("OWNER/NAME:CONFIG"
+    selects a configuration). OSError if no rows can be read, ValueError if the hub lacks the dataset."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
@@ -189,8 +186,8 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
 
 
 def as_written(path: Path, rows: Any) -> Any:
-    """Return the rows of a JSON file, with two errors of the library undone. Texts that it took for dates are texts
-    again. A column in which it rounded large whole numbers becomes a column of texts."""
+    """Return the rows of a JSON file with two errors of `datasets` undone. Texts that it read as dates are texts again.
+    A column whose large whole numbers it rounded becomes a column of texts."""
     kinds = {name: str(getattr(kind, "dtype", "")) for name, kind in rows.features.items()}
     changed = [name for name, kind in kinds.items() if kind.startswith("timestamp") or (
         kind == "float64" and any(abs(value or 0) >= EXACT for value in rows[name]))]
@@ -207,8 +204,8 @@ def as_written(path: Path, rows: Any) -> Any:
 
 
 def with_words(path: Path, rows: Any) -> Any:
-    """Return the rows of a .csv file, with two errors of the library undone. Words that it took for empty cells, such
-    as None, are words again. Numbers that lost digits, such as 007, are texts. Only suspect columns are read again."""
+    """Return the rows of a .csv file with two errors of `datasets` undone. A word that it read as an empty cell, such
+    as None, is a word again. A column whose numbers lost digits, such as 007, becomes a column of texts."""
     from pandas import read_csv
 
     names = rows.column_names

@@ -7,8 +7,8 @@
     prompt, reward_model: {ground_truth: ...}         verl, DAPO, Skywork
     text, test_list; prompt, test, entry_point        MBPP, HumanEval; APPS, LiveCodeBench: the tests are the answer
 
-Layouts that two columns cannot express are refused unless both are named, and the error says what to pass: preference
-pairs, Countdown, one column per choice, chats with tools. A recipe reads its rows with `prompt_of` and `answer_of`.
+Preference pairs, Countdown, one column per choice and chats with tools do not fit a prompt and an answer column. They
+are refused unless both columns are named.
 """
 
 import re
@@ -75,7 +75,7 @@ def chat_in(value: Any) -> list[dict[str, Any]] | None:
 
 
 def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
-    """Return a cell as a chat without final answers. `system` comes first unless the chat has a system message."""
+    """Return a cell as a chat that does not end with an answer. `system` comes first if the chat has no system text."""
     said = chat_in(value) or [{"role": "user", "content": cell_text(value) or ""}]
     while said and said[-1]["role"] == "assistant":
         said.pop()
@@ -84,9 +84,9 @@ def prompt_of(value: Any, system: str = "") -> list[dict[str, Any]]:
 
 
 def answer_of(row: dict[str, Any], column: str, where: Callable[[str], str | None] | None = None) -> Any:
-    """Return the answer in a column, or in a key of it ("reward_model.ground_truth"), as text; None if there is no
-    answer. A chat's answer is its last assistant message. Several texts stay a list, and each of them is right. `where`
-    extracts the answer from each text, for example `rewards.after("####")`."""
+    """Return the answer in a column, or at a key in it ("reward_model.ground_truth"), as text; None if there is none. A
+    chat's answer is its last assistant message. A list of several right answers stays a list. `where` extracts the
+    answer from each text, for example `rewards.after("####")`."""
     said = whole_answer(row, column)
     if where is None or said is None:
         return said
@@ -128,7 +128,7 @@ def holds_tests(value: Any) -> bool:
 
 
 def find_columns(rows: list[dict[str, Any]], prompt: str | None, answer: str | None, source: str) -> Columns:
-    """Return the named columns; guess those that are None. ValueError if one is missing or unfit for its role."""
+    """Return the prompt and answer columns; guess those that are None. ValueError if one is missing or unfit."""
     names = list(rows[0])
     for name in (prompt, answer):
         if name is not None and name.partition(".")[0] not in names and name not in names:
@@ -177,7 +177,7 @@ def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> No
 
 
 def is_asked(rows: list[dict[str, Any]], *names: str) -> bool:
-    """Return whether one of these columns has, in some row, a text or a chat, which can be a prompt."""
+    """Return whether any of these columns holds, in any row, a text or a chat."""
     return any(isinstance(cell := value_at(row, name), str) or chat_in(cell) for row in rows for name in names)
 
 
@@ -234,7 +234,6 @@ def guess(rows: list[dict[str, Any]], names: list[str], prompt: str | None, answ
 
 
 def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, str]:
-    """Return (column, reason) for two columns: the column with clearly longer texts, else the first."""
     letters = {name: sum(len(row[name]) for row in rows if isinstance(row[name], str)) for name in names}
     longer, shorter = sorted(names, key=lambda name: letters[name], reverse=True)
     if letters[longer] > CLEARLY * letters[shorter]:
@@ -243,7 +242,7 @@ def longer_or_first(rows: list[dict[str, Any]], names: list[str]) -> tuple[str, 
 
 
 def by_name(usual: tuple[str, ...], names: list[str]) -> tuple[str, str]:
-    """Return (column, reason): the first of `usual` in `names`, else the only name with such a word, else ""."""
+    """Return (column, reason): the first of `usual` in `names`, else the only name with a word of `usual`, else ""."""
     lower = {name.strip().lower(): name for name in reversed(names)}
     match = next((lower[name] for name in usual if name in lower), "")
     part = [name for name in names if "." not in name and {*re.findall(r"[a-z]+", name.lower())} & {*usual}]

@@ -102,7 +102,6 @@ def encoded(rows: Any, encoder: Any) -> list[Any]:
 
 
 def pieces(ids: list[int], labels: list[int], size: int) -> Iterator[Row]:
-    """Yield consecutive pieces of at most `size` token ids as rows, with their labels."""
     for at in range(0, len(ids), size):
         yield {"input_ids": ids[at : at + size], "labels": labels[at : at + size]}
 

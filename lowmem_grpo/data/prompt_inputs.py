@@ -46,7 +46,6 @@ def as_list(prompts: Any) -> list[Any]:
 
 
 def is_encoding(prompt: Any) -> bool:
-    """Return True for a tokenizer's output, such as a BatchEncoding."""
     return isinstance(prompt, Mapping) and "input_ids" in prompt
 
 
@@ -55,7 +54,6 @@ def is_message(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return an array or tensor as lists; other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -89,7 +87,6 @@ def encode(tokenizer: Any, prompt: Any, vocabulary: int = sys.maxsize) -> Encode
 
 
 def known_ids(ids: Any, vocabulary: int) -> list[int]:
-    """Return token ids as a list; ValueError for an id that the model lacks."""
     if wrong := [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]:
         raise ValueError(f"a prompt has the token id {wrong[0]!r}; the model's are 0 to {vocabulary - 1}. A token that "
                          "was only added to the tokenizer has no weights: leave it out of the prompt")
@@ -102,7 +99,6 @@ def half_pair(text: str, name: str) -> str:
 
 
 def whole_text(text: str) -> str:
-    """Return the text; ValueError if it has a lone surrogate (half of a pair)."""
     if why := half_pair(text, "a prompt"):
         raise ValueError(f"{why}: write it as text.encode('utf-8', 'replace').decode()")
     return text
@@ -121,8 +117,8 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | None = None) -> str:
-    """Return the messages rendered by the chat template for the model to continue. If the last message is the
-    assistant's, it stays open; otherwise a generation prompt follows. ValueError if the open message calls tools."""
+    """Return the messages rendered by the chat template for the model to continue: in the last message if that is the
+    assistant's, otherwise after a generation prompt. ValueError if the continued message calls tools."""
     begun = messages[-1]["role"] == "assistant"
     ways = {"add_generation_prompt": not begun, "continue_final_message": begun, **(options or {})}
     if ways["continue_final_message"] and messages[-1].get("tool_calls"):
@@ -131,10 +127,9 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
 
 
 def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
-    """Return the messages in the first form whose tool calls the template renders. The forms, in order: content "" for
-    None; the same with arguments as objects, or as JSON text; unchanged; content None and arguments as JSON text. If
-    the template raises for all, return `messages`. ValueError if it leaves a call out, and for a call without a
-    name."""
+    """Return the messages in the first form in which the chat template renders all tool calls: arguments as objects or
+    as JSON text, empty content as "" or None. If the template raises for every form, return `messages`. ValueError if
+    the template leaves out a call, or if a call has no name."""
     names = [name_of(call) for message in messages for call in message.get("tool_calls") or []]
     if not names:
         return messages
@@ -159,7 +154,6 @@ def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> li
 
 
 def name_of(call: Any) -> str:
-    """Return the name of the function in a tool call. ValueError if it has none."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
@@ -176,14 +170,12 @@ def with_functions(message: Any, form: Callable[[Any], Any]) -> Any:
 
 
 def with_object(function: Any) -> Any:
-    """Return a tool call's function with its arguments parsed to an object if they are JSON text."""
     with suppress(TypeError, ValueError, RecursionError):  # an object already, or no JSON that can be read
         return {**function, "arguments": json.loads(function.get("arguments") or "{}")}
     return function
 
 
 def with_text(function: Any) -> Any:
-    """Return a tool call's function with its arguments dumped to JSON text if they are an object."""
     arguments = function.get("arguments")
     return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)} \
         if isinstance(arguments, Mapping) else function
@@ -221,7 +213,7 @@ def in_text(message: Any) -> Any:
 
 
 def calls_of(prompts: list[Encoded], sampling_params: Any, longest: int) -> list[tuple[SamplingParams, list[Encoded]]]:
-    """Return the engine calls to make: one for all prompts, or one per prompt if each has its own parameters."""
+    """Return (parameters, prompts) of each engine call: one for all prompts, or one each for a list of parameters."""
     if not isinstance(sampling_params, list | tuple):
         return [(as_sampling_params(sampling_params, longest), prompts)]
     if len(sampling_params) != len(prompts):
@@ -232,7 +224,6 @@ def calls_of(prompts: list[Encoded], sampling_params: Any, longest: int) -> list
 
 
 def without_none(value: Any) -> Any:
-    """Return a value without keys, at any depth, that map to None."""
     if isinstance(value, Mapping):
         return {key: without_none(part) for key, part in value.items() if part is not None}
     return [without_none(part) for part in value] if isinstance(value, list) else value
@@ -249,7 +240,7 @@ def plain_message(message: Any) -> Any:
 
 
 def joined_text(message: Any) -> Any:
-    """Return a chat message whose content is one string; parts are joined if all are text. Others stay unchanged."""
+    """Return a chat message with its content joined to one string if all its parts are text; otherwise unchanged."""
     parts = message.get("content") if is_message(message) else None
     if not isinstance(parts, list) or not parts:
         return message

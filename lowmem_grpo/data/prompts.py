@@ -51,7 +51,6 @@ class PromptEncoder:
         self.template_kwargs = template_kwargs or {}
 
     def encode(self, row: dict[str, Any]) -> Prompt | str:
-        """Return the prompt, or the reason for leaving the row out."""
         prompt = self.of_any_length(row)
         if isinstance(prompt, str) or len(prompt.ids) <= self.max_prompt_length:
             return prompt
@@ -80,7 +79,6 @@ class PromptEncoder:
         return Prompt(row, ids, text)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the chat template's keyword arguments for a row."""
         return self.template_kwargs
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
@@ -89,7 +87,6 @@ class PromptEncoder:
         return chat_text(self.tokenizer, messages, options)
 
     def need_template(self) -> None:
-        """Raise DataError if the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
             raise DataError("the dataset holds chat messages, and the tokenizer has no chat template: set "
                             "tokenizer.chat_template, load an instruct model, or make `prompt` a plain string")
@@ -153,10 +150,10 @@ class Visit:
 
 
 class DifficultyPools:
-    """Remembers how each row was last sampled (a visit). A row whose completions all earn the same reward rests for 1
-    epoch; if that happens again, for 2, 4 and then 8 epochs. A visit with a spread of rewards resets this. Rows with a
-    spread are "learning". Rows without a spread are "easy" if they earned the best reward seen in the run, and "hard"
-    if they earned less. Until two different rewards have been seen, all rows without a spread are "hard"."""
+    """Remembers how each row was last sampled. A row whose completions all earn the same reward rests for 1 epoch; if
+    that happens again, for 2, 4 and then 8 epochs. A spread of rewards ends the rests, and the row is "learning". A row
+    without a spread is "easy" if it earned the best reward seen in the run, and "hard" if it earned less, or if only
+    one reward has been seen."""
 
     def __init__(self) -> None:
         self.rows: dict[int, Visit] = {}
@@ -164,7 +161,6 @@ class DifficultyPools:
         self.best: float | None = None
 
     def rests(self, index: int, epoch: int) -> bool:
-        """Return whether a row is skipped in this epoch because it is resting."""
         return index in self.rows and epoch < self.rows[index].back
 
     def record(self, index: int, epoch: int, rewards: Iterable[float | None]) -> None:
@@ -180,7 +176,6 @@ class DifficultyPools:
         self.rows[index] = Visit() if low < high else Visit(low, before.fruitless + 1, epoch + 1 + rest)
 
     def wake(self) -> None:
-        """Let all rows that are resting be drawn again."""
         self.rows = {index: replace(visit, back=0) for index, visit in self.rows.items()}
 
     def metrics(self) -> dict[str, float]:
@@ -193,7 +188,6 @@ class DifficultyPools:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `restore` takes, as JSON values."""
         rows = [[index, visit.reward, visit.fruitless, visit.back] for index, visit in self.rows.items()]
         return {"rows": rows, "worst": self.worst, "best": self.best}
 
@@ -276,7 +270,6 @@ class PromptSource:
         return ", ".join(f"{reason} ({count})" for reason, count in self.skipped.items()) or "nothing skipped"
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `restore` takes."""
         state = {"position": self.position, "skipped": dict(self.skipped), "rows": len(self.dataset)}
         return state if self.pools is None else state | {"pools": self.pools.state()}
 

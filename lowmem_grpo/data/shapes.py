@@ -1,7 +1,7 @@
 """The choice of a dataset's encoder for supervised fine-tuning, by its columns.
 
-The first of these decides: `formatting_func`, `input_ids`, `prompt` with `completion`, `messages`, the text column,
-or `conversations`, which is read as `messages`.
+The first of these that is present decides: `formatting_func`, `input_ids`, `prompt` with `completion`, `messages`, the
+text column, or `conversations`, which is read as `messages`.
 """
 
 from collections.abc import Callable, Mapping
@@ -168,7 +168,6 @@ def tokenised(dataset: Any, rows: Any, encoder: Any) -> Any:
 
 
 def columns_of_row(example: Example | Examples) -> dict[str, list[int]]:
-    """Return the token columns of an encoded row or pack."""
     if isinstance(example, Example):
         return {"input_ids": example.input_ids, "labels": example.labels}
     parts = example.parts

@@ -4,10 +4,6 @@
     a stream        datasets.IterableDataset, a torch IterableDataset, a generator, or the function that makes one
     refused         several splits, the name of a dataset, a dict of columns; the error says what to pass instead
 
-Rows are converted to plain values. In chat messages, keys that Arrow filled with None are removed, and a content of
-text parts becomes one text (`data/prompt_inputs.py`). Classes of other libraries are recognised by their module
-names, so that no library is imported.
-
 The position of a run on a stream is the number of rows drawn. To resume, the stream is restarted and rows are skipped
 up to that position, so the stream must give the same rows in the same order.
 """
@@ -35,7 +31,6 @@ class Stream:
     """The rows of an iterable, or of a function that returns one. Rows that `peek` has read are still drawn later."""
 
     def __init__(self, rows: Any, plain: Callable[[Row], Row] = dict) -> None:
-        """`plain` converts a row to plain values."""
         self.rows, self.plain = rows, plain
         self.change: Callable[[Row], Row] | None = None  # applied to each row
         self.iterator: Iterator[Row] | None = None
@@ -55,7 +50,7 @@ class Stream:
         self.drawn = 0
 
     def changed(self, rows: Iterable[Any]) -> Iterator[Row]:
-        """Yield the rows in the form that `draw` returns; DataError for a row that is not a dict."""
+        """Yield the rows in plain values, changed by `self.change`. DataError for a row that is not a dict."""
         for row in rows:
             if not isinstance(row, dict) and hasattr(row, "__arrow_c_stream__"):  # a table of one row
                 row = (row.to_dict("records") if hasattr(row, "to_dict") else row.to_pylist())[0]
@@ -91,8 +86,7 @@ class Stream:
         self.drawn -= len(rows)
 
     def pass_to(self, drawn: int, round_number: int) -> None:
-        """Move to the position after `drawn` rows of pass `round_number` over the stream. DataError if the stream has
-        fewer rows."""
+        """Move to the position after `drawn` rows of pass `round_number`. DataError if the stream has fewer rows."""
         if drawn < self.drawn or round_number:
             self.start_round(round_number)
         while self.drawn < drawn:
@@ -125,7 +119,6 @@ class StreamSource(PromptSource):
         return float(self.rounds)
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next `count` usable prompts; skip and count unusable rows. DataError if all rows are unusable."""
         prompts: list[Prompt] = []
         while len(prompts) < count:
             row = self.dataset.draw()
@@ -154,14 +147,12 @@ class StreamSource(PromptSource):
     end_epoch = next_round
 
     def state(self) -> dict[str, Any]:
-        """Return the state that `restore` takes."""
         self.recent = []
         return {"position": self.position, "skipped": dict(self.skipped), "rows": None, "rounds": self.rounds,
                 "drawn": self.dataset.drawn}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved position: put back the rows drawn since then, or skip the rows drawn before. DataError
-        for the state of a dataset that is not a stream."""
+        """Continue from a saved position: put back the rows drawn since, or skip the rows of the stream before it."""
         if state["rows"] is not None:
             raise DataError(f"the checkpoint was made with a dataset of {state['rows']} rows, and this one is a "
                             "stream; resume with the same dataset")
@@ -204,8 +195,6 @@ class PlainRows:
 
     @property
     def column_names(self) -> list[str] | None:
-        """The column names: the first row's if rows are changed, those of all rows for a list, otherwise the dataset's
-        own; None if the dataset has none."""
         if self.change is not None:
             return list(self[0])
         if isinstance(self.rows, (list, tuple)):
@@ -283,7 +272,6 @@ def of_several(dataset: Mapping[str, Any], parameter: str) -> str:
 
 
 def columns_of(dataset: Any) -> list[str]:
-    """Return the column names; those of the first row if the dataset has no `column_names`."""
     named = getattr(dataset, "column_names", None)
     if named is not None:
         return list(named)

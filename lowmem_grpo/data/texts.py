@@ -1,8 +1,4 @@
-"""Rows for supervised fine-tuning that are one text, one conversation, or token ids.
-
-All tokens of a text are trained except the first, which nothing predicts. In a conversation, all tokens are
-trained, or only the assistant's. In token ids, the row's `labels` or masks select the trained tokens.
-"""
+"""Encoders of rows for supervised fine-tuning that are one text, one conversation, or token ids."""
 
 import re
 from bisect import bisect_left
@@ -20,7 +16,7 @@ THINK, THOUGHT, THOUGHTS = "<think>", "</think>", ("reasoning_content", "thinkin
 
 
 class TextEncoder(ExampleEncoder):
-    """Turns the text in one column into an Example. The end token is appended if the text does not end with one."""
+    """Turns the text in one column, with an end token, into an Example that trains all tokens after the first."""
 
     column = "text"
 
@@ -37,10 +33,10 @@ class TextEncoder(ExampleEncoder):
 
 
 class ConversationEncoder(ExampleEncoder):
-    """Turns a row's `messages` into an Example that trains all tokens, or only the assistant's. If the chat template
-    rewrites earlier answers, it makes one Example for each answer. An answer begins where the prompt of the earlier
-    messages ends. It ends with the token that ends a sampled completion, even if the template writes that token at the
-    start of the next message, as GLM 4 does. {% generation %} marks of a template take precedence."""
+    """Turns a row's `messages` into an Example that trains all tokens, or only the assistant's: those in the template's
+    {% generation %} marks. Without marks, an answer begins where the prompt of the earlier messages ends, and ends with
+    the token that ends a sampled completion, even if the template writes that token at the start of the next message,
+    as GLM 4 does. If the template rewrites earlier answers, each answer becomes an Example of its own."""
 
     column = "messages"
     assistant_only = continues = False
@@ -63,8 +59,8 @@ class ConversationEncoder(ExampleEncoder):
     def example_of(
         self, row: dict[str, Any], text: str, places: list[int] | None = None, behind: int = 0
     ) -> Example | str:
-        """Return the example of a conversation's text, or the reason to leave it out. If `places` is given, only the
-        messages at these positions are trained."""
+        """Return the example of a conversation, or the reason to skip it. `places` are the messages to train, if not
+        None."""
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, starts = list(encoded["input_ids"]), [start for start, _ in encoded["offset_mapping"]]
         trained = self.mask(row, text, ids, starts) if places is None else self.marked(row, text, ids, starts, places)
@@ -102,8 +98,7 @@ class ConversationEncoder(ExampleEncoder):
 
     def apart(self, row: dict[str, Any], behind: int, error: Exception) -> Examples | str:
         """Return one example for each answer after the first `behind` messages: the conversation up to that answer.
-        This is for templates that render an answer differently once more messages follow, such as those that drop
-        earlier thoughts."""
+        This is for templates that render an answer differently, for example without thoughts, if messages follow."""
         messages, examples = row["messages"], list[Any]()
         for place, message in enumerate(messages):
             if message["role"] == "assistant" and place >= behind:
@@ -137,8 +132,8 @@ class ConversationEncoder(ExampleEncoder):
         return self.span_of_word(row, place, text)
 
     def span_of_last(self, row: dict[str, Any], before: str, text: str) -> tuple[int, int]:
-        """Return `span` of the last message if its prompt `before` is rendered differently in the whole text. The
-        answer follows the last generation prompt, if there are as many of these as assistant messages."""
+        """Return `span` of the last message if its prompt `before` is rendered differently in the whole text: from the
+        last generation prompt. UntoldError unless there are as many generation prompts as assistant messages."""
         earlier = row["messages"][:-1]
         shown = self.render_whole(earlier, row)
         head = BEGUN.sub("", before[len(shown) :]) if before.startswith(shown) else ""
@@ -148,9 +143,8 @@ class ConversationEncoder(ExampleEncoder):
         return first, self.end_of_text(text, first)
 
     def span_of_word(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
-        """Return `span` for a template that refuses a part of the conversation, or whose prompts open a thinking block
-        that it drops from earlier answers. A marker word, rendered in place of the message, shows where the message
-        stands after the generation prompt."""
+        """Return `span` from a marker word that is rendered in place of the message. This is for templates that refuse
+        a part of the conversation, or that drop from earlier answers a thinking block that their prompts open."""
         messages = list(row["messages"])
         head = self.render(messages, self.options(row))[len(text) :].partition(THINK)[0]
         said, messages[place] = messages[place], {**messages[place], "content": WORD}
@@ -214,8 +208,8 @@ class UntoldError(DataError):
 
 
 class TokenEncoder(ExampleEncoder):
-    """Takes a row's `input_ids` unchanged. The trained tokens are selected by `labels` (-100 is not trained) or,
-    without labels, by `completion_mask` and `assistant_masks`. Without any of these columns, all tokens are trained."""
+    """Takes a row's `input_ids` unchanged. All tokens are trained except those that `attention_mask` or `labels` (-100)
+    exclude. Without labels, `completion_mask` and `assistant_masks` exclude tokens as well."""
 
     column = "input_ids"
     source = "`input_ids`"

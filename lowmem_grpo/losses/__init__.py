@@ -1,7 +1,4 @@
-"""The maths of a step: loss types, advantages, KL, entropy, corrections. Needs only torch.
-
-Each name is imported at first use.
-"""
+"""The maths of a step: loss types, advantages, KL, entropy, corrections. Needs only torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -44,7 +44,6 @@ def nanstd(values: Tensor, dim: int) -> Tensor:
 
 
 def batch_std(values: Tensor) -> Tensor:
-    """Return the unbiased standard deviation () of all values that are not NaN."""
     return nanstd(values.flatten(), dim=-1)
 
 
@@ -83,9 +82,8 @@ def over_greedy(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -
 
 
 def pass_at_k(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
-    """Return a completion's contribution to the best of k: E[max | it is among the k] - E[max], over subsets of a
-    group. Of n sorted rewards, the j-th is the best of C(j - 1, k - 1) of the C(n, k) subsets. Scale "group" divides by
-    the std of the best of k; for rewards of 0 and 1 this is the published closed form."""
+    """Return each completion's gain for the best of k, over subsets of its group: E[max | it is in] - E[max]. Scale
+    "group" divides by the std of the best; for rewards of 0 and 1 this is the closed form of arXiv 2508.10751."""
     rows = [best_of_k(row, k, scale == "group") for row in rewards]
     return torch.stack(rows)
 
@@ -242,7 +240,6 @@ class AdvantageSettings:
 
 
 def weights_of(settings: AdvantageSettings, count: int) -> list[float]:
-    """Return the weights of `count` rewards. ValueError if the settings have another number of weights."""
     weights = settings.reward_weights or [1.0] * count
     if len(weights) != count:
         raise ValueError(f"reward_weights has {len(weights)} numbers for {count} rewards: {weights}; give one for each")
@@ -265,7 +262,6 @@ def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tenso
 
 
 def summed_rewards(rewards: Tensor, weights: Tensor, settings: AdvantageSettings) -> Tensor:
-    """Return weighted sums (P, G) of rewards (P, G, R), within `reward_clip_range`."""
     sums, limits = combine_rewards(rewards, weights), settings.reward_clip_range
     return sums if limits is None else sums.clamp(*limits)
 

@@ -29,9 +29,9 @@ def assign_credit(
     groups: list[RolloutGroup], settings: AdvantageSettings, discount: float | None, state_weight: float,
     weights: Mapping[str, float], paid: Collection[str],
 ) -> None:
-    """Set `token_advantages` of episodes, and `advantage` to their mean. Set nothing if there is no discount and no
-    state to compare. Call it after `assign_advantages`. `weights` holds the weights of all rewards by name; `paid`
-    names the rewards that are sums of the turns' own rewards."""
+    """Set `token_advantages` of episodes, and `advantage` to their mean, after `assign_advantages`. `weights` maps all
+    rewards' names to weights; `paid` names the rewards that are sums of the turns' own rewards. Nothing is set if there
+    is neither a discount nor a state to compare."""
     episodes = [(number, rollout) for number, group in enumerate(groups) for rollout in group.rollouts
                 if rollout.turns and rollout.reward is not None]
     gamma = 1.0 if discount is None else discount

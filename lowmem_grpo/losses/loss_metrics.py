@@ -17,12 +17,10 @@ class Report:
         self.counts: dict[str, float] = {}
 
     def mean(self, name: str, values: Tensor) -> None:
-        """Add the mean of values (N,), if there are any."""
         if values.numel():
             self.metrics[name], self.counts[name] = values.detach().mean(), float(len(values))
 
     def extremes(self, name: str, values: Tensor, *kinds: str) -> None:
-        """Add the "min", the "max" or both of values (N,), if there are any."""
         if values.numel():
             self.metrics |= {f"{name}{kind}": getattr(values, kind)() for kind in kinds}
 
@@ -30,21 +28,19 @@ class Report:
 def report_clipping(
     kind: LossType, tokens: LossTokens, options: Mapping[str, Any], per_sequence: bool, report: Report
 ) -> None:
-    """Report the clipping of a loss type, if it clips. If all tokens of a sequence share one ratio, means are over
-    sequences, otherwise over tokens. Extremes are over sequences."""
+    """Report the clipping of a loss type, if it clips. Means are over tokens, or with `per_sequence` over sequences."""
     if kind.metrics and tokens.logprobs.numel():
         KINDS[kind.metrics](tokens, options, per_sequence, report)
 
 
 def of_sequences(flags: Tensor, tokens: LossTokens, fill: float | None = None) -> Tensor:
-    """Return the mean of `flags` (N,) in each sequence, (S,). A sequence without tokens gets `fill`. If that is None,
-    it is left out, which synchronises with the card."""
+    """Return the mean of `flags` (N,) in each sequence, (S,). Sequences without tokens get `fill`; if `fill` is None,
+    they are left out, which synchronises with the card."""
     means = sequence_means(flags.to(tokens.logprobs.dtype), tokens.sequence_ids, tokens.lengths)
     return means[tokens.lengths > 0] if fill is None else means.masked_fill(tokens.lengths == 0, fill)
 
 
 def counted(flags: Tensor, tokens: LossTokens, per_sequence: bool) -> Tensor:
-    """Return the values that a mean is taken over: `flags` (N,), or with `per_sequence` their mean in each sequence."""
     return of_sequences(flags, tokens) if per_sequence else flags.to(tokens.logprobs.dtype)
 
 

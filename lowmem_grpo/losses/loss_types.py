@@ -4,8 +4,7 @@
     w_t = exp(log_ratio_t)                     the importance weight at the level that the settings name
     loss = sum_t weight_t (l_t + beta KL_t)    l_t from `token_loss`, weight_t from `weights`
 
-The denominators of `weights` always count the whole step, so that neither the split into micro-batches nor their order
-can change the gradient. Everything here is elementwise on aligned tokens (N,), and any autograd can differentiate it.
+The denominators of `weights` count the whole step, so that its split into micro-batches cannot change the gradient.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ def ratio(log_ratio: Tensor) -> Tensor:
 
 
 def k3_of(log_ratio: Tensor) -> Tensor:
-    """Return rho - log rho - 1 per token (N,): the k3 estimate of the KL divergence from the policy that sampled, never
-    negative. Near 0 it is computed by its series, as the differences would lose every digit."""
+    """Return rho - log rho - 1 (N,), the k3 estimate of a KL; near 0 by a series, which keeps all digits."""
     near = log_ratio.abs() < NEAR
     small = torch.where(near, log_ratio, 0.0)
     series = torch.ones_like(small)
@@ -65,14 +63,14 @@ def k3_of(log_ratio: Tensor) -> Tensor:
 
 
 def held(log_ratio: Tensor, bounded: Tensor | bool) -> Tensor:
-    """Return the log ratios. Those that overflow become a constant, if a later step bounds them (`bounded`)."""
+    """Return the log ratios. Those that would overflow, and that a later step bounds (`bounded`), become a constant."""
     limit = log_limit(log_ratio)
     return torch.where((log_ratio > limit) & bounded, limit, log_ratio)
 
 
 @dataclass(frozen=True)
 class LossTokens:
-    """The tokens of one call, aligned (N,), of S sequences."""
+    """The tokens of one `grpo_loss` call, aligned (N,), of S sequences."""
 
     logprobs: Tensor  # (N,) with gradient
     log_ratio: Tensor  # (N,) logprobs - old_logprobs, per token at every level
@@ -115,7 +113,6 @@ def clipped(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def clip_bounds(options: Mapping[str, Any]) -> tuple[float, float]:
-    """Return (1 - epsilon, 1 + epsilon_high). If `epsilon_high` is None, it is epsilon."""
     upper = options["epsilon"] if options["epsilon_high"] is None else options["epsilon_high"]
     return 1 - options["epsilon"], 1 + upper
 
@@ -172,7 +169,6 @@ def gmpo(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def reinforce(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
-    """Return -A logp: there is no ratio."""
     return -tokens.advantages * tokens.logprobs
 
 
@@ -180,17 +176,14 @@ def reinforce(tokens: LossTokens, options: Mapping[str, Any]) -> Tensor:
 
 
 def mean_of_sequence_means(lengths: Tensor, step: StepCounts) -> Tensor:
-    """Return 1 / (tokens of the sequence * sequences of the step)."""
     return 1 / (lengths * max(step.sequences, 1))
 
 
 def mean_of_sequence_sums(lengths: Tensor, step: StepCounts) -> Tensor:
-    """Return 1 / sequences of the step."""
     return torch.full_like(lengths, 1 / max(step.sequences, 1))
 
 
 def mean_over_tokens(lengths: Tensor, step: StepCounts) -> Tensor:
-    """Return 1 / tokens of the step."""
     return torch.full_like(lengths, 1 / max(step.tokens, 1))
 
 

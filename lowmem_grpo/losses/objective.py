@@ -1,6 +1,4 @@
-"""The objective of a learner: which rollouts and tokens count, and the loss of a micro-batch. Another algorithm on the
-same frozen base, such as the supervised fine-tuning of `trainer/sft.py`, is another small `Objective`.
-"""
+"""The objective of a learner, a class per algorithm: which rollouts and tokens count, and the loss of a micro-batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +19,13 @@ class Reducer:
         self.samples: dict[str, list[Tensor]] = {}
 
     def add(self, metrics: dict[str, Tensor], weight: float, counts: dict[str, float] | None = None) -> None:
-        """Add a micro-batch's metrics. They are means over `weight` items, or `counts[name]` items if that is given."""
+        """Add a micro-batch's metrics: means over `weight` items, unless `counts` has another number for the name."""
         for name, value in metrics.items():
             share = 1.0 if name.endswith(("min", "max")) else (counts or {}).get(name, weight)
             self.add_value(name, value * share if share else torch.zeros_like(value), share)  # a mean of nothing is NaN
 
     def add_value(self, name: str, value: Tensor, weight: float) -> None:
-        """Add one value that stands for `weight` items. If the name ends in min or max, keep the extreme."""
+        """Add a sum over `weight` items; or, if the name ends in min or max, an extreme."""
         seen = self.sums.get(name)
         if name.endswith(("min", "max")):
             extreme = torch.minimum if name.endswith("min") else torch.maximum
@@ -37,7 +35,6 @@ class Reducer:
             self.weights[name] = self.weights.get(name, 0.0) + weight
 
     def join(self, sums: dict[str, Tensor], weights: dict[str, float], samples: dict[str, list[Tensor]]) -> None:
-        """Add the sums, weights and samples that another reducer has collected."""
         for name, value in sums.items():
             self.add_value(name, value, weights[name])
         for name, parts in samples.items():
@@ -49,7 +46,6 @@ class Reducer:
             self.samples.setdefault(name, []).append(values)
 
     def sampled(self, name: str) -> Tensor:
-        """Return all values of this name, (N,)."""
         return torch.cat(self.samples.get(name) or [torch.empty(0)])
 
     def result(self) -> dict[str, float]:
@@ -92,8 +88,7 @@ class Objective:
         """Receive all rollouts of an update that begins, and the version of its policy."""
 
     def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
-        """Receive an update's rollouts, once the fields of `needed_before` are filled, and the groups that hold them.
-        """
+        """Receive an update's rollouts, with the fields of `needed_before`, and the groups that hold them."""
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the rollouts whose tokens count in the step's means."""

@@ -4,9 +4,8 @@
     d_t = log pi_old(t) - log mu(t),   rho_t = exp(d_t)                      the sampler's mismatch and its staleness
     loss = sum_t weight_t sg(c_t) l_t                                  l_t has the ratio pi / pi_old (policy_loss.py)
 
-With old log-probabilities recomputed by the trainer this is decoupled PPO (Hilton et al., 2021; AReaL): c_t corrects
-the mismatch of sampler and trainer, the clipped ratio bounds what the update itself changes. A product of ratios over
-a sequence drops long completions (1.012^100 is 3.3), so a correction over sequences is never a default.
+If the trainer recomputes log pi_old, this is decoupled PPO (Hilton et al., 2021; AReaL). A product of ratios over a
+sequence drops long completions (1.012^100 is 3.3), so that a correction over sequences is never a default.
 """
 
 from __future__ import annotations
@@ -38,17 +37,14 @@ class Correction:
 
 
 def truncated(ratio: Tensor, bounds: Bounds) -> Tensor:
-    """Clamp ratios to the bounds."""
     return ratio if bounds == (None, None) else ratio.clamp(*bounds)
 
 
 def masked(ratio: Tensor, bounds: Bounds) -> Tensor:
-    """Set ratios outside the bounds to 0."""
     return torch.where(inside(ratio, bounds), ratio, 0.0)
 
 
 def kept(values: Tensor, bounds: Bounds) -> Tensor:
-    """Return 1 where values are within the bounds, else 0."""
     return inside(values, bounds).to(values.dtype)
 
 
@@ -132,5 +128,4 @@ class MismatchWatch:
     last_k3: float | None = None
 
     def due(self, stale: bool) -> bool:
-        """Return whether this update needs a correction."""
         return stale or (self.last_k3 is not None and not self.last_k3 <= self.bound)

@@ -1,5 +1,4 @@
-"""The policy loss of every algorithm, on aligned tokens (N,), in plain torch that any autograd can differentiate. All
-loss types of `loss_types.py` share these factors, in this order:
+"""The policy loss, on aligned tokens (N,). All loss types of `loss_types.py` share these factors, in this order:
 
     l_t = token_loss_t * keep_t (off-policy mask) * mask_t (top entropy) * sg(c_t) (correction)
     loss = sum_t weight_t (l_t + beta KL_t w_t) - entropy_coef * (mean entropy of the tokens that take part)
@@ -43,11 +42,11 @@ def grpo_loss(
 
     Each call must have whole sequences. The `num_*_in_step` are the denominators of the step's means (None: this call's
     own counts): sequences and tokens of all completions that count in the loss, and the policy tokens that
-    `policy_mask` keeps. `correct_mismatch` and `entropy_coef` override the settings, for a trainer that decides step by
-    step. `num_sequences` bounds the sequence ids; without it the call synchronises with the card.
+    `policy_mask` keeps. `correct_mismatch` and `entropy_coef` override the settings. `num_sequences` bounds the
+    sequence ids; without it the call synchronises with the card.
 
-    `options` are the fields of `LossSettings`, in place of `settings`. Raises ValueError for an unknown loss type, an
-    option that the loss type does not use, contradictory options, and for missing log-probabilities, by name.
+    `options` are the fields of `LossSettings`, in place of `settings`. ValueError for wrong or contradictory options,
+    and for missing log-probabilities.
     """
     settings = settings_of(settings, options)
     constants = {"advantages": advantages, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs,
@@ -83,8 +82,7 @@ def grpo_loss(
 
 
 def check_tokens(tensors: Mapping[str, Any], constants: Container[str]) -> None:
-    """Raise ValueError for a tensor that is not (N,), or has a dtype of another kind, and for a constant that needs a
-    gradient. Tensors of other shapes would be broadcast, which changes the loss."""
+    """Raise ValueError for a tensor that is not (N,) or has a wrong dtype, and for a constant that needs a gradient."""
     size = getattr(tensors["logprobs"], "shape", "?")
     for name, values in tensors.items():
         if values is None:
@@ -182,7 +180,7 @@ def kl_term(tokens: LossTokens, settings: LossSettings, ref_logprobs: Tensor | N
 
 
 def mean_entropy(entropy: Tensor, policy_mask: Tensor | None, count: float | None) -> Tensor:
-    """Return this call's share of the step's mean entropy, over the tokens that `policy_mask` keeps."""
+    """Return what these tokens add to the step's mean entropy, over the tokens that `policy_mask` keeps."""
     taken = entropy if policy_mask is None else torch.where(policy_mask, entropy, 0.0)
     own = len(entropy) if policy_mask is None else policy_mask.sum()
     return taken.sum() / max(given(count, own), 1)
@@ -193,7 +191,6 @@ def given(value: float | None, default: float | Tensor) -> float:
 
 
 def needed(values: Tensor | None, name: str, why: str) -> Tensor:
-    """Return the values; ValueError if they are None."""
     if values is None:
         raise ValueError(f"{why}, which needs {name}; pass it, or leave the option out")
     return values

@@ -1,9 +1,7 @@
 """KL and entropy terms, which keep a policy from moving too far and from narrowing.
 
-Estimates of KL(policy || reference) per token, from d = logp - ref_logp on the policy's samples (Schulman, 2020), as a
-term of the loss, or in the reward. Entropy in the loss: which tokens take part (top-entropy masks), and how strong the
-bonus is (adaptive control).
-"""
+Estimates of KL(policy || reference) per token (Schulman, 2020), from d = logp - ref_logp: in the loss, or in the
+reward. Entropy in the loss: top-entropy masks, and a bonus of fixed or adaptive strength."""
 
 from __future__ import annotations
 
@@ -41,9 +39,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 
 def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Tensor, of_token: bool = True) -> Tensor:
-    """Return the KL estimate `name` times w = exp(log_weight), (N,). The result is finite even where the estimate
-    overflows but its product with w does not. `of_token`: the gradient of w reaches only its own token
-    (d log w = d logp)."""
+    """Return the KL estimate `name` times w = exp(log_weight), (N,), finite even where only the estimate overflows.
+    With `of_token`, the gradient of w reaches only its own token (d log w = d logp)."""
     difference = ref_logprobs - logprobs
     far = (difference > 1) & (name == "k3")
     estimate = KL_ESTIMATORS[name](logprobs, torch.where(far, logprobs.detach(), ref_logprobs))
@@ -60,9 +57,9 @@ def weighed_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, log_weight: Te
 
 
 def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
-    """Set `token_advantages` (REINFORCE++): R - beta * the KL from this token on, k1 per token, normalised over all
-    tokens. It needs `ref_logprobs`. The policy's log-probabilities are `old_logprobs`, or the sampler's if there are
-    none. If the KL at a token is NaN or infinite, this and the earlier tokens of its rollout get NaN, and no others."""
+    """Set `token_advantages` (REINFORCE++): R - beta * the sum of k1 from this token on, normalised over all tokens. It
+    needs `ref_logprobs`, and `old_logprobs` or else the sampler's. If k1 at a token is NaN or infinite, this and the
+    earlier tokens of its rollout get NaN, and no others."""
     scored = [rollout for rollout in rollouts if rollout.reward is not None and rollout.num_trained]
     returns = [reward_to_go(rollout, beta) for rollout in scored]
     if not returns:
@@ -75,8 +72,8 @@ def put_kl_in_reward(rollouts: list[Rollout], beta: float) -> None:
 
 
 def take_kl_from_rewards(groups: list[RolloutGroup], beta: float, settings: AdvantageSettings) -> None:
-    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as in TRL. If a completion
-    has no `ref_logprobs`, it is masked, and its KL counts as 0."""
+    """Set `advantage` (RLOO): leave-one-out of R - beta * the sum of k1 over the completion, as in TRL. The KL of a
+    masked completion, which has no `ref_logprobs`, counts as 0."""
     rows = [[without_kl(rollout, beta) for rollout in group.rollouts] for group in groups]
     widest = max(map(len, rows), default=0)
     table = torch.tensor([[*row, *[torch.nan] * (widest - len(row))] for row in rows], dtype=torch.float64)
@@ -106,9 +103,8 @@ def reward_to_go(rollout: Rollout, beta: float) -> Tensor:
 
 
 def top_entropy_mask(entropy: Tensor, share: float) -> Tensor:
-    """Return (N,) bool: the `share` of tokens with the highest entropy (N,) over the whole step (arXiv 2506.01939). A
-    token takes part if its entropy is at least the (1 - share) quantile, so tokens of equal entropy are treated alike.
-    """
+    """Return (N,) bool: the `share` of tokens with the highest entropy (N,) over the whole step (arXiv 2506.01939),
+    that is, of at least the (1 - share) quantile. Tokens of equal entropy are treated alike."""
     if entropy.numel() == 0 or share >= 1:
         return torch.ones_like(entropy, dtype=torch.bool)
     values = entropy.float()

@@ -1,5 +1,4 @@
-"""Losses that are plain sums over tokens, under the names of the Tinker protocol. The caller normalises, through
-advantages or weights.
+"""Losses that are sums over tokens, named as in the Tinker protocol. Advantages or weights do the normalising.
 
 For each token, p is the policy's log-probability, q the sampler's, A the advantage, w the weight, r = exp(p - q).
 
@@ -10,8 +9,7 @@ For each token, p is the policy's log-probability, q the sampler's, A the advant
     gspo                 as ppo, with the ratio of the whole sequence: exp of the mean of p - q, weighted by its mask
     dro                  -(A p - beta / 2 (p - q)^2)
 
-`sg` has no gradient. The bounds of `clip` are ratios, as in the protocol: 0.8 and 1.2 where none are given.
-"""
+sg(x) is x without gradient. The bounds of `clip` are ratios, as in the protocol: 0.8 and 1.2 by default."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +55,7 @@ def loss_named(name: str) -> TokenLoss:
 
 
 def checked_settings(name: str, config: Mapping[str, float | str]) -> dict[str, float]:
-    """Return the settings of a loss, with defaults for those not given. ValueError names what is wrong."""
+    """Return the settings of a loss, with defaults for those that `config` lacks. ValueError for a wrong setting."""
     allowed = loss_named(name).settings
     for key, value in config.items():
         if key not in allowed:

@@ -83,8 +83,8 @@ def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
 
 
 def prefill_tokens(total: int, sequences: int = 1) -> int:
-    """Return how many prompt tokens vLLM prefills in one pass on a card of `total` bytes: at least one per sequence. At
-    vLLM's default (8,192 or 16,384), small cards lack room for its profiling pass beside the trainer's model."""
+    """Return how many prompt tokens vLLM prefills in one pass on a card of `total` bytes: at least one per sequence.
+    With vLLM's default (8,192 or 16,384), its profiling pass does not fit beside the trainer's model on small cards."""
     return max(next((tokens for limit, tokens in PREFILL if total < limit), LARGE_PREFILL), sequences)
 
 
@@ -144,12 +144,10 @@ def in_8_bits(cache_dtype: str) -> bool:
 
 
 def cache_itemsize(cache_dtype: str, itemsize: int = 2) -> int:
-    """Return the bytes of one number in the KV cache; `itemsize` is that of the model's dtype."""
     return 1 if in_8_bits(cache_dtype) else itemsize
 
 
 def cache_text(cache_dtype: str) -> str:
-    """Return the precision of a cache of this dtype in words."""
     return f"8 bits ({cache_dtype})" if in_8_bits(cache_dtype) else "16 bits"
 
 
@@ -166,8 +164,7 @@ def why_not_on_card(capability: tuple[int, int], flashinfer: bool) -> str | None
 
 
 def why_not_on_cpu(instructions: str) -> str | None:
-    """Return the reason why vLLM's CPU build cannot keep an 8-bit KV cache with these instructions (the CPU capability
-    that torch reports); None if it can."""
+    """Return the reason why vLLM cannot keep an 8-bit KV cache with the CPU's instruction set; None if it can."""
     if "AVX512" in instructions.upper():
         return None
     return f"on a CPU vLLM holds it so with AVX-512 only, and this one has {instructions}"

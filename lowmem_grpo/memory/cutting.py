@@ -4,11 +4,10 @@ Only lengths decide, so that plans can count micro-batches without a model and w
 Attention computes the sequences of a micro-batch in one of two ways:
 
     side by side   all sequences in one call, (S, W): each with a copy of its prompt, padded to the longest
-    prompts once   one call per prompt and one per completion, which attends to its prompt's keys and its own: P^2
-                   instead of G P^2 pairs of a query and a key, and no padding, but more launches
+    prompts once   one call per prompt and one per completion, which attends to its prompt's keys and its own: fewer
+                   pairs of a query and a key, and no padding, but more launches
 
-`Prompts` holds, for each prompt of a micro-batch, its packed tokens, P - 1, and those of each of its completions. With
-a sliding window, queries are taken in blocks, each against the preceding keys within the window.
+With a sliding window, queries are taken in blocks, each against the preceding keys within the window.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-Prompts = Sequence[Sequence[int]]
+Prompts = Sequence[Sequence[int]]  # for each prompt: its packed tokens, then those of each completion
 PAIRS_A_CALL = 2**20  # (query, key) pairs whose work outweighs the kernel launches of one more call
 KEY_SHARE = 1 / 2  # upper bound on the share of keys and values in a row, reached if there are as many heads as queries
 BLOCK = 1024  # queries that share one sliding-window mask
@@ -60,7 +59,7 @@ class Span:
 
 
 def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[list[Span]]:
-    """Return the micro-batches for groups given as numbers of tokens: (of the prompt, of each completion)."""
+    """Return the micro-batches for groups of (tokens of the prompt, tokens of each completion)."""
     return cut_spans([
         [Span(group, number, (Lengths(None, prompt, tokens),) if tokens else ())
          for number, tokens in enumerate(completions)]
@@ -69,9 +68,7 @@ def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[lis
 
 
 def cut_spans(groups: Iterable[Sequence[Span]], limits: Limits) -> list[list[Span]]:
-    """Return the micro-batches for groups of completions; no completion is split. Completions are ordered by group,
-    longest first, so that a micro-batch has similar lengths and neighbours share their prompt. Completions without a
-    sequence are left out."""
+    """Return the micro-batches for groups of completions, in the order of `ordered`. No completion is split."""
     batches: list[list[Span]] = []
     for span in ordered(groups):
         if not batches or full([*batches[-1], span], limits):
@@ -81,8 +78,8 @@ def cut_spans(groups: Iterable[Sequence[Span]], limits: Limits) -> list[list[Spa
 
 
 def ordered(groups: Iterable[Sequence[Span]]) -> Iterator[Span]:
-    """Yield completions group by group: groups by their longest completion (with its prompt), completions by length,
-    both longest first. The sort is stable."""
+    """Yield all completions with a sequence, group by group, so that neighbours share their prompt and have similar
+    lengths: the group with the longest completion first, and the longest completion of a group first."""
     filled = [[span for span in spans if span.sequences] for spans in groups]
     by_length = [sorted(spans, key=lambda span: span.length, reverse=True) for spans in filled if spans]
     for spans in sorted(by_length, key=lambda spans: spans[0].length, reverse=True):
@@ -90,15 +87,13 @@ def ordered(groups: Iterable[Sequence[Span]]) -> Iterator[Span]:
 
 
 def full(batch: list[Span], limits: Limits) -> bool:
-    """Return whether a micro-batch exceeds a limit."""
     if limits.sequences is not None and len(batch) > limits.sequences:
         return True
     return limits.tokens is not None and (places(batch) > limits.tokens or area(batch) > limits.spread * limits.tokens)
 
 
 def places(batch: list[Span]) -> int:
-    """Return the number of packed tokens of a micro-batch. A shared prompt counts once, without its last token, which
-    each sequence repeats."""
+    """Return a micro-batch's number of packed tokens. A shared prompt counts once, without its last token."""
     return sum(map(sum, families(batch)))
 
 
@@ -121,8 +116,8 @@ def families(batch: list[Span]) -> list[list[int]]:
 
 
 def prompts_once(prompts: Prompts) -> bool:
-    """Return whether to compute prompts once: whether that saves enough (query, key) pairs to outweigh the extra calls.
-    A prompt with a single completion takes one call for both."""
+    """Return whether computing each prompt once saves enough (query, key) pairs to outweigh the extra calls. A prompt
+    with a single completion needs no extra call."""
     side_by_side = count_sequences(prompts) * widest(prompts) ** 2 // 2
     pairs = sum(own**2 // 2 + sum(length * (own + length // 2) for length in others) for own, *others in prompts)
     calls = sum(len(others) + (own > 0 and len(others) > 1) for own, *others in prompts)
@@ -150,12 +145,11 @@ def widest(prompts: Prompts) -> int:
 
 
 def window_block(width: int) -> int:
-    """Return the number of queries in a block if the longest sequence has `width` tokens."""
     return min(BLOCK, width)
 
 
 def window_reach(window: int, width: int) -> int:
-    """Return how many keys before a block of queries it reads: the window, rounded up. The mask hides the surplus."""
+    """Return how many keys before a block of queries the block reads: the window, rounded up."""
     return -(-min(window - 1, width) // ALIGNED) * ALIGNED
 
 

@@ -1,6 +1,5 @@
-"""The tested model families: the form of their layers, and which layers our modules replace. `FAMILIES` has one row for
-each, under the text config's `model_type` in transformers. A model of another family trains on transformers' own
-layers, if they can be packed. docs/families.md is generated from this table; tests/models/test_families.py tests it."""
+"""The tested model families: the form of their layers, and which layers our modules replace. docs/families.md is
+generated from `FAMILIES`, which is keyed by the `model_type` of transformers' text config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -173,7 +172,6 @@ def has_experts(config: Any) -> bool:
 
 
 def family_of(config: Any) -> Family | None:
-    """Return the `FAMILIES` row for a model's config, or a config.json's fields; None if the family has none."""
     return FAMILIES.get(model_type_of(config))
 
 
@@ -201,14 +199,12 @@ def check_images(config: Any, name: str) -> None:
 
 
 def check_float16(config: Any) -> None:
-    """Raise ValueError for a model that cannot compute in float16."""
     row = family_of(config)
     if row is not None and row.only_bfloat16:
         raise ValueError(NO_FLOAT16.format(row.name))
 
 
 def sampled_by(row: Family) -> str:
-    """Return the names of the engines that can sample a family."""
     return "vLLM and transformers" if row.vllm else "transformers"
 
 
@@ -218,7 +214,6 @@ def trained(by_vllm: bool = False) -> str:
 
 
 def with_experts() -> str:
-    """Return the names of the families with experts, separated by commas."""
     return ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
 
 

@@ -1,5 +1,5 @@
-"""The weights of a decoder layer: their bytes in each form, and what decode kernels compute for each. Also the layers
-of models in which they differ: in head size, window or inner size, by shared keys, delta nets or experts."""
+"""The linear weights of a decoder layer: their bytes in each form, and the instructions of their decode kernels. Also
+the sizes of layers in models whose layers differ."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,8 +43,7 @@ class Linear:
         return self.taken * self.rows * self.columns
 
     def bytes_in(self, form: str) -> int:
-        """Return the bytes in one of FORMS: doubly quantized NF4, FP8 with a scale per row or 128 x 128 block, 16 bit.
-        """
+        """Return the bytes in `form`: doubly quantized NF4, FP8 with a scale per row or 128 x 128 block, or 16 bits."""
         scales = {FP8: self.rows, FP8_BLOCK: -(-self.rows // 128) * -(-self.columns // 128)}
         if form != NF4:
             return self.weights + 4 * scales[form] if form in scales else 2 * self.weights
@@ -122,8 +121,7 @@ class ExpertForm:
 
     @classmethod
     def from_config(cls, fields: Mapping[str, Any]) -> "ExpertForm":
-        """Read a config's fields. In Qwen3-MoE, every `decoder_sparse_step`th layer has experts, except for those in
-        `mlp_only_layers`."""
+        """Read a config's fields. `decoder_sparse_step` and `mlp_only_layers` say which layers have experts."""
         every, without = fields.get("decoder_sparse_step") or 1, fields.get("mlp_only_layers") or ()
         layers = set(range(every - 1, fields["num_hidden_layers"], every)) - set(without)
         count = next(fields[name] for name in EXPERTS if fields.get(name))  # transformers renames the file's field
@@ -132,7 +130,7 @@ class ExpertForm:
 
 def forms_of(fields: Mapping[str, Any]) -> tuple[LayerForm, ...]:
     """Return every layer of a config with Gemma 4's fields, in order. `per_layer_config` has the fields that differ for
-    a layer; older files have `global_head_dim` and `num_global_key_value_heads` for the layers without a window."""
+    a layer; older configs have `global_head_dim` and `num_global_key_value_heads` for the layers without a window."""
     layers, kinds = fields["num_hidden_layers"], fields["layer_types"]
     sharing = layers - (fields.get("num_kv_shared_layers") or 0)
     twice = 2 if fields.get("use_double_wide_mlp") else 1

@@ -1,5 +1,4 @@
-"""The sizes in a model's config that determine its memory, and the configs that ship with the package, found by the
-models' names on the hub."""
+"""The sizes in a model's config that determine its memory, and the configs that ship with the package."""
 
 import difflib
 import json
@@ -171,8 +170,7 @@ class ModelShape:
         return self.experts is None or form not in (layer_forms.FP8, layer_forms.FP8_BLOCK)
 
     def weight_bytes(self, form: str) -> int:
-        """Return the bytes of all layers and norms with linear weights in this form, without embeddings. ValueError for
-        experts in FP8."""
+        """Return the bytes of all weights except embeddings, with linears in this form; ValueError for FP8 experts."""
         if not self.has_form(form):
             raise ValueError("a mixture of experts is not held in FP8; plan it in 4 bits, or in 16")
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
@@ -182,7 +180,6 @@ class ModelShape:
         return layers + 2 * self.hidden + angles + per_layer
 
     def layer_bytes(self, form: str) -> int:
-        """Return the bytes of one layer with its norms."""
         linears = sum(linear.bytes_in(form) + 2 * linear.bias * linear.rows for linear in self.linears())
         if form == layer_forms.NF4:  # adjacent weights' offsets are stored per nested block, not per weight
             side_by_side = (group for group in self.groups() if len(group) > 1)
@@ -191,7 +188,7 @@ class ModelShape:
         return linears + self.norm_bytes() + 2 * len(self.family.buffers)
 
     def norm_bytes(self) -> int:
-        """Return the bytes of a layer's norms (hidden size, queries and keys), its router and a delta net's extras."""
+        """Return the bytes of a layer's norms, its router and, in a delta net, all weights except projections."""
         hidden = 2 * (self.family.norms + bool(self.per_layer)) * self.hidden
         hidden += 2 * self.experts.count * self.hidden if self.experts is not None else 0  # the router
         if self.delta is not None:
@@ -200,8 +197,7 @@ class ModelShape:
         return hidden + 2 * heads[self.family.attention.norm]
 
     def groups(self) -> list[list[Linear]]:
-        """Return the linears of a layer in groups. The loader stores a group's NF4 weights side by side: one call then
-        dequantizes the group."""
+        """Return a layer's linears in groups. The loader stores a group's NF4 weights for one call to dequantize."""
         linears = {linear.name: linear for linear in self.linears()}
         form, groups = self.family, [[linear] for name, linear in linears.items() if name.startswith("per_layer")]
         delta = families.DELTA_IN, (families.DELTA_OUT,)
@@ -222,8 +218,7 @@ class ModelShape:
         return per_layer + (0 if self.tied else self.table_bytes)
 
     def lora_weights(self, rank: int, least: int = 0) -> int:
-        """Return the number of LoRA weights of all linears. A tensor (A or B) with fewer than `least` weights is not
-        counted."""
+        """Return the number of LoRA weights. A tensor (A or B) with fewer than `least` weights is not counted."""
         return sum(count * rank * side for count, linear in self.all_linears() if linear.lora
                    for side in (linear.rows, linear.columns) if rank * side >= least)
 
@@ -248,8 +243,8 @@ class ModelShape:
         return pages * attention * block * 2 * itemsize * self.keys
 
     def paged_block(self, block: int, itemsize: int = 2) -> int:
-        """Return the tokens in a block of vLLM's KV cache, which is `block`. In a hybrid model, it is the least
-        multiple of that whose keys and values are as large as a layer's states."""
+        """Return the tokens in a block of vLLM's KV cache: `block` or, in a hybrid model, its least multiple whose keys
+        and values are as large as a layer's states."""
         if self.delta is None:
             return block
         return block * -(-self.delta.state_bytes // (block * 2 * itemsize * self.keys))
@@ -290,7 +285,6 @@ def plain_name(name: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the fields of a config.json; ValueError if it cannot be read, with the reason."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:

@@ -1,6 +1,5 @@
-"""Recover when memory runs out: recognise the error, free the attempt's tensors, make the batch smaller, and show the
-user the plan's table, its row that was probably wrong, and settings that would help. `catch_oom` makes an attempt and
-returns an `OutOfMemory` instead of raising the error. Each one lowers a `BatchLimit` for the rest of the run."""
+"""Recover when memory runs out: recognise the error, free the attempt's tensors, make batches smaller for the rest of
+the run, and show the plan's table, its row that was probably wrong, and settings that would help."""
 
 import ctypes
 import gc
@@ -78,7 +77,7 @@ def catch_oom(work: Callable[[], T], device: torch.device, undo: Callable[[], No
 
 
 def shortage_of(error: BaseException, device: torch.device) -> OutOfMemory:
-    """Return an out-of-memory error as `OutOfMemory`. If the message does not give the bytes, `asked` is None."""
+    """Return an out-of-memory error as `OutOfMemory`."""
     words = str(error)
     asked = ASKED.search(words)
     wanted = None if asked is None else int(float(asked[1]) * UNITS[asked[2]])
@@ -92,7 +91,6 @@ def shortage_of(error: BaseException, device: torch.device) -> OutOfMemory:
 
 
 def free(device: torch.device) -> None:
-    """Collect garbage and return torch's cached memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -100,7 +98,7 @@ def free(device: torch.device) -> None:
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Return freed pages to the system during and after this context; glibc keeps them after quantizing on the CPU."""
+    """Return freed pages to the system during and after this context; glibc would keep those freed by quantizing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     done = threading.Event()
 
@@ -120,7 +118,7 @@ def freed_memory_returned() -> Iterator[None]:
 
 
 def smaller(limit: int, divisible: Iterable[int]) -> int | None:
-    """Return `limit`, halved at least once, until below the largest `divisible` size; None if none is above 0."""
+    """Return `limit` halved, at least once, until below the largest size in `divisible`; None if all sizes are 0."""
     largest = max(divisible, default=0)
     limit //= 2
     while limit >= largest > 0:
@@ -130,8 +128,7 @@ def smaller(limit: int, divisible: Iterable[int]) -> int | None:
 
 @dataclass
 class MemoryAdvice:
-    """The advice shown when memory runs out: `settings` lists for each phase the helpful settings, best first; `plan`
-    may be set later."""
+    """The advice shown when memory runs out. `settings` lists the helpful settings of each phase, best first."""
 
     settings: dict[str, list[str]] = field(default_factory=dict)
     plan: MemoryPlan | None = None
@@ -176,14 +173,13 @@ class BatchLimit:
     spread: float | None = None  # the plan's limit of padded tokens in attention, as a multiple of the bound
 
     def under(self, asked: int | None) -> int | None:
-        """Return the batch allowed now: the smaller of `asked` (or the planned bound, if that is None) and the lowered
-        bound. None means no bound."""
+        """Return the smaller of `asked` (None: the planned bound) and the lowered bound. None means no bound."""
         present = [value for value in (self.planned if asked is None else asked, self.lowered) if value is not None]
         return min(present, default=None)
 
     def lower(self, what: str, shortage: OutOfMemory, limit: int | None) -> None:
-        """Count a shortage. If another phase keeps spare memory, free that. Otherwise set the new `limit`; raise
-        MemoryExhaustedError if that is None."""
+        """Count a shortage. If another phase keeps spare memory, free that memory; otherwise set the bound to `limit`,
+        or raise MemoryExhaustedError if `limit` is None."""
         if self.spare is not None:
             self.spare()
             self.spare = None
@@ -208,7 +204,6 @@ class BatchLimit:
             f"{size_text(shortage.peak)}. {shortage.others and shortage.others + '. '}{self.advice.text(self.phase)}")
 
     def state(self) -> dict[str, int | None]:
-        """Return the fields of the bound that are saved in a checkpoint."""
         return {"lowered": self.lowered, "failures": self.failures}
 
     def restore(self, saved: dict[str, int | None]) -> None:
@@ -243,8 +238,8 @@ class RunMemory:
         self.rollout = RolloutLimit("rollout", "sequences sampled at once", advice=self.advice)
 
     def watch(self, engine: Any) -> None:
-        """If `engine` has a `bound`, replace it by `self.rollout`. Set `self.rollout.kv_bytes` to the smaller of its
-        value and the old bound's, which is lower if memory ran out when the engine started."""
+        """Replace the engine's `bound`, if it has one, by `self.rollout`, which gets the smaller KV cache of both
+        bounds. The engine's is smaller if memory ran out when the engine started."""
         if hasattr(engine, "bound"):
             self.rollout.kv_bytes = engine.bound.cache_under(self.rollout.kv_bytes)
             engine.bound = self.rollout

@@ -1,8 +1,7 @@
-"""Measure peak memory: of the process or card so far, of each phase of a step, and of the tensors of an optimizer step,
-to compare with a plan. The tensors' peak is torch's own count on a GPU, and on the CPU the sum of all live storages.
+"""Measure peak memory: of the process or card so far, of each phase of a step, and of the tensors of an optimizer step.
 
-`TorchDispatchMode` is torch's documented way to intercept operations, but its module has a private name. Only this file
-uses it. Checked with torch 2.13; tests/memory/test_peaks.py fails if it moves."""
+Only this file uses `TorchDispatchMode`, whose module has a private name. tests/memory/test_peaks.py fails if it moves.
+"""
 
 import sys
 import weakref
@@ -76,8 +75,7 @@ class PhasePeaks:
 
 
 class LiveBytes(TorchDispatchMode):
-    """A dispatch mode that counts bytes of live storages, including those of `held`: `now`, and at most so far,
-    `peak`."""
+    """A dispatch mode that counts the bytes of live storages, with those of `held`: `now`, and at the `peak` so far."""
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -111,7 +109,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):

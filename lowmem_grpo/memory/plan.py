@@ -1,5 +1,4 @@
-"""The parts of a plan: settings that determine memory, the work of a step, rows of bytes, and choices with the bytes
-they save."""
+"""The parts of a plan: settings, the work of a step, rows of bytes, and choices with the bytes that they save."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -82,18 +81,13 @@ class RunSettings:
 
     @property
     def form(self) -> str:
-        """The form in which weights are held: one of layer_forms.FORMS."""
         return FP8 if self.load_in_fp8 else NF4 if self.load_in_4bit else BITS_16
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a step: P prompts with G completions each. Lengths are in tokens; prompt and completion
-    lengths are means.
-
-    Completion lengths are assumed to follow a Beta(1, k) distribution, scaled to the longest length L. With the mean
-    m, k = L / m - 1.
-    """
+    """The work of a step. Lengths are in tokens; those of prompt and completion are means. Completion lengths are
+    assumed to follow a Beta(1, k) distribution, scaled to the longest length L, with k = L / mean - 1."""
 
     prompts: int
     generations: int
@@ -239,6 +233,5 @@ class MemoryPlan:
         return {"train": self.train, "rollout": self.rollout - self.kv_bytes, "host": self.host}[phase]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields and sums as plain values."""
         totals = ("rollout", "train", "host", "kv_bytes", "peak", "fits")
         return asdict(self) | {name: getattr(self, name) for name in totals}

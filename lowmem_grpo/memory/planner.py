@@ -1,7 +1,7 @@
 """Plan memory before a run: the bytes of each phase, and settings with which the run fits a card. Nothing is loaded.
 
-The sizes of weights and adapters are exact. Those of a training step follow the code, and tests compare them with a
-measured step. Those of the rollout engine and of the driver are estimates and marked as such."""
+The bytes of weights and adapters are exact, and tests compare those of a training step with measurements. Those of the
+rollout engine and the driver are estimates."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -81,8 +81,7 @@ def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
 
 
 def worth(draft: MemoryPlan) -> tuple[Any, ...]:
-    """Return the key by which `max` chooses the better plan. Of equal plans `max` takes the first, which has larger
-    micro-batches."""
+    """Return a key that is larger for the better plan."""
     settings = draft.settings
     return (draft.fits, draft.concurrent_sequences, settings.chunk_rows, settings.mlp_tile, not settings.host_embedding)
 
@@ -120,8 +119,7 @@ def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
 
 
 def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
-    """Return the plan with a micro-batch in one MLP tile, if there is room. With more tiles, an H100 waits for the
-    host."""
+    """If there is room, return the plan with one MLP tile per micro-batch. With more, an H100 waits for the host."""
     settings = draft.settings
     if asked.mlp_tile is not None or settings.mlp_tile != TILES[0] or (settings.max_tokens or 0) <= TILES[0]:
         return draft
@@ -130,8 +128,7 @@ def in_one_piece(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> Me
 
 
 def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
-    """If there is room, return the plan in which our own engine keeps its KV cache while training, and with it CUDA
-    graphs and weights in 16 bits."""
+    """If there is room, let our own engine keep KV cache, CUDA graphs and 16-bit weights while training."""
     if draft.settings.engine == "vllm" or not recorded(shape):
         return draft
     kept = changed(shape, draft, "sleeps", False, LASTING)
@@ -145,9 +142,8 @@ def changed(shape: ModelShape, draft: MemoryPlan, name: str, value: Any, why: st
 
 
 def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryPlan:
-    """Return the plan in which the last layers, as many as there is room for, keep all that they compute: recomputing
-    takes a quarter of a card's time for training. No layer is kept if fewer than KEPT_SHARE of all have room.
-    Micro-batches shrink where that pays on a known card."""
+    """Return the plan in which as many of the last layers as have room keep all that they compute, or none if fewer
+    than KEPT_SHARE of all have room. On a known card, micro-batches shrink where that is faster."""
     settings, known = draft.settings, cards.card_of(draft.device.name) is not None
     fixed = replace(draft, settings=replace(settings, kept_layers=asked.kept_layers or 0))
     if asked.kept_layers is not None or not settings.checkpointing or settings.head_groups != 1 or not draft.fits:
@@ -165,7 +161,7 @@ def keeping(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> MemoryP
 
 
 def with_kept_layers(shape: ModelShape, draft: MemoryPlan, asked: RunSettings, known: bool) -> Iterator[MemoryPlan]:
-    """Yield plans that keep as many layers as have room. Each later plan has a smaller spread or, on a `known` card,
+    """Yield plans that keep as many layers as have room. Each later plan has a smaller `spread` or, on a `known` card,
     smaller micro-batches, until a plan keeps all layers."""
     settings, wide = draft.settings, draft.settings.spread or 0.0
     most = settings.max_tokens or settings.context  # the user's may be below the context
@@ -203,12 +199,12 @@ def enough(asked: RunSettings, device: Device) -> int:
 
 
 def paid_spread(asked: RunSettings) -> float:
-    """Return the spread that is worth its memory: the largest, or the smallest if the context exceeds MAX_PACKED."""
+    """Return the `spread` setting that is worth its memory: the largest, or the least for contexts above MAX_PACKED."""
     return SPREADS[0] if asked.context <= MAX_PACKED else SPREADS[-1]
 
 
 def sizes(asked: RunSettings, device: Device) -> list[Step]:
-    """Return steps to smaller micro-batches, down to `enough` sequences. Then slower settings are preferred."""
+    """Return steps to smaller micro-batches, down to `enough` sequences. They are tried before slower settings."""
     most, least, paid = together(asked, device), enough(asked, device), paid_spread(asked)
     usual = min(most, max(least, MAX_PACKED // asked.context))
     return [*fewer(most, usual, asked), *spreads(paid, 2.0), *fewer(usual, least, asked), *spreads(min(paid, 2.0), 1.0)]
@@ -230,8 +226,7 @@ def steps_down(asked: RunSettings, device: Device) -> list[Step]:
 
 
 def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
-    """Return steps from `most` to `least` of the longest sequences in a micro-batch, each by an eighth at most, or by
-    one."""
+    """Return steps from `most` to `least` of the longest sequences in a micro-batch, an eighth or one fewer each."""
     steps, count = list[Step](), most
     while count > least:
         count = max(least, count - max(1, count // 8))
@@ -240,7 +235,6 @@ def fewer(most: int, least: int, asked: RunSettings) -> list[Step]:
 
 
 def spreads(most: float, least: float) -> list[Step]:
-    """Return the steps to spreads below `most`, down to `least`."""
     why = "less is laid side by side in attention, so that micro-batches of short completions hold fewer"
     return [("spread", spread, why) for spread in SPREADS if least <= spread < most]
 
@@ -280,7 +274,6 @@ def advise(shape: ModelShape, draft: MemoryPlan, asked: RunSettings) -> list[str
 
 
 def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
-    """Return the longest context that fits, in tokens; 0 if none does."""
     return CONTEXT_STEP * highest((shape.context or FAR) // CONTEXT_STEP, lambda steps: choose(
         shape, replace(asked, context=steps * CONTEXT_STEP), device).fits)
 

@@ -55,8 +55,7 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
 
 
 def recorded(shape: ModelShape) -> bool:
-    """Return whether our own engine can record decode steps as CUDA graphs. It cannot if layers share keys, or for
-    delta nets or experts."""
+    """Return whether our own engine can record CUDA graphs: not with delta nets, experts, or layers of unlike sizes."""
     return not (shape.delta or shape.experts or shape.forms)
 
 
@@ -96,13 +95,11 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
 
 
 def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
-    """Return the number of weights in the adapter."""
     return shape.lora_weights(settings.lora_rank) if settings.trained is None else settings.trained
 
 
 def state_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
-    """Return the bytes of AdamW's states that stay on the card, and of those that the driver may move to the host. Each
-    weight has two states of one byte. Scales and the states of small tensors are never paged."""
+    """Return the bytes of AdamW's states that stay on the card, and of those that the driver may move to the host."""
     whole, rank = int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained_numbers(shape, settings)), settings.lora_rank
     if settings.optim != PAGED:
         return whole, 0
@@ -112,15 +109,14 @@ def state_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
 
 
 def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
-    """Return a note on LoRA's rank or size and its layers."""
     if settings.trained in (None, shape.lora_weights(settings.lora_rank)):
         return f"LoRA of rank {settings.lora_rank} on {layers}"
     return f"LoRA of {settings.trained:,} numbers, of rank {settings.lora_rank} at most"
 
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
-    """Return the rows of the sampler's own copies of weights. While training, vLLM keeps its copy of the adapters. Our
-    own engine keeps all copies then if it does not sleep."""
+    """Return the rows of the sampler's copies of weights. While training, vLLM keeps its copy of the adapters, and our
+    own engine keeps all copies unless it sleeps."""
     copied, vllm = WORD * trained_numbers(shape, settings), settings.engine == "vllm"
     stays = not vllm and not settings.sleeps
     rows = [PlanRow("adapter copy", copied, copied if vllm or stays else 0, card_only=vllm,
@@ -133,7 +129,7 @@ def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
 
 
 def states(shape: ModelShape) -> str:
-    """Return a note on the layers with a state instead of keys and values, and its size; empty if there are none."""
+    """Return a note on the layers with a state instead of keys and values; empty if there are none."""
     if shape.delta is None:
         return ""
     with_states, size = shape.delta.layers, shape.states_bytes / MIB

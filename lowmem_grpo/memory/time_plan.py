@@ -148,8 +148,7 @@ class StepTime:
         return [stretch for stretch in stretches if stretch[0]]
 
     def decode(self) -> float:
-        """Return the seconds of all decode steps. If our own engine frees its CUDA graphs while training, this includes
-        the time to record them, in each step; otherwise only a run's first steps record any."""
+        """Return the seconds of all decode steps, with those to record CUDA graphs that are freed while training."""
         stretches = self.stretches()
         return self.token_steps(stretches) + len(self.graphs(stretches)) * RECORD_SECONDS
 
@@ -163,7 +162,6 @@ class StepTime:
         return sizes
 
     def token_steps(self, stretches: Iterable[Stretch]) -> float:
-        """Return the seconds of these decode steps."""
         return sum(steps * self.token_step(rows, cached) for steps, _, rows, cached in stretches)
 
     def token_step(self, rows: int, cached: float) -> float:
@@ -181,8 +179,7 @@ class StepTime:
         return card + (graph + SAMPLER_US[settings.engine]) * 1e-6
 
     def product(self, linear: Linear, rows: int) -> float:
-        """Return the seconds to multiply one matrix with M rows. For experts, count those that M rows use if routed
-        independently."""
+        """Return the seconds to multiply a matrix, or the experts that the rows use at random, with M rows."""
         again = self.dequantize([linear]) if self.quantized else 0.0
         if linear.experts > 1:
             share = 1 - (1 - linear.taken / linear.experts) ** rows
@@ -218,8 +215,7 @@ class StepTime:
         return products + attention + (passes if self.quantized else 1) * self.dequantize(self.linears)
 
     def attention(self, squared: float) -> float:
-        """Return the seconds of a layer's attention, forward; `squared` is the sum of squared lengths. A delta net,
-        which compares no pairs of tokens, takes 0."""
+        """Return a layer's seconds of attention, forward; 0 for a delta net. `squared`: the sum of squared lengths."""
         return 0.0 if self.shape.delta else 2 * self.shape.queries * squared / (self.speed.tflops * ATTENTION)
 
     def passes(self) -> dict[str, tuple[float, float]]:
@@ -235,8 +231,7 @@ class StepTime:
                 "backward": (sum(count * backward for count, (_, backward) in layers), host * launches)}
 
     def layer_passes(self) -> tuple[float, float]:
-        """Return the card's seconds of one layer in a forward and in a backward pass, on average over all layers. The
-        backward pass computes a share of the layers again."""
+        """Return the card's seconds of an average layer in a forward and in a backward pass, with recomputation."""
         linears, elementwise, again = self.linears, self.elementwise(), self.recomputed
         attention = self.attention(self.work.sequences * self.work.squared_length)
         backward = self.layer(linears, 2) + (BACKWARD_ELEMENTWISE + again) * elementwise
@@ -287,9 +282,8 @@ class StepTime:
 def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form: str = NF4, engine: str = "vllm",
                      sleeps: tuple[bool, bool] = (True, True)) -> bool:
     """Return whether a card decodes M sequences of at most `tokens` tokens faster, by at least the share `WORTH`, if it
-    has dequantized weights beside the codes (which steps of few rows still read). The data sheet gives an estimate.
-    Without one the result is True for vLLM, and False for our own engine, which may have to record its CUDA graphs in
-    each step. `sleeps` says whether it has to, first with codes, then with 16 bits."""
+    also has the quantized weights in 16 bits. Without a data sheet this is True for vLLM, and False for our own engine.
+    `sleeps` says whether our engine frees its CUDA graphs while training: without, then with 16-bit weights."""
     name = cards.card_of(card)
     settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=sleeps[0])
     if name is None:
@@ -300,15 +294,14 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
 
 
 def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:
-    """Return the most rows for which a decode step is faster on codes than in 16 bits; 0 without a data sheet."""
+    """Return the most rows for which quantized weights decode no slower than 16 bits; 0 without a data sheet."""
     name = cards.card_of(card)
     settings = RunSettings(1, load_in_fp8=form == FP8, sampling_weights="16bit")
     return 0 if name is None else StepTime(shape, settings, cards.SPEEDS[name], Workload(1, 1, 1, 1, 1)).few
 
 
 def training_seconds(plan: MemoryPlan, shape: ModelShape) -> float:
-    """Return the seconds of a forward and a backward pass under a memory plan for a known card, over the completions of
-    one step, with lengths as in GSM8K."""
+    """Return the seconds of a forward and a backward pass over a step's completions, with lengths as in GSM8K."""
     settings = plan.settings
     completions = settings.completions_per_step or PROMPTS * settings.num_generations
     work = Workload.within(settings.context, -(-completions // settings.num_generations), settings.num_generations)

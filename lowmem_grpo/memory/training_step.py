@@ -1,8 +1,8 @@
 """The bytes of a training step at its peak moments: the tensors alive while a layer's MLP, attention or the head runs.
 
 T packed tokens of a micro-batch, A padded tokens in attention, D hidden size, I inner size, R rows of an MLP tile; 16
-bits per number. A moment lists, by a plan's rows, the bytes alive beside weights, adapters, gradients and optimizer.
-The sizes follow the code, and tests compare them with measurements of a real step."""
+bits per number. A moment maps rows of a plan to the bytes alive beside weights, adapters, gradients and optimizer.
+"""
 
 from dataclasses import dataclass
 
@@ -122,8 +122,8 @@ class StepShape:
         return kept
 
     def attention_waits(self) -> int:
-        """Return the part of `attention_saved` that is alive while the layers after attention run backward. Our
-        attention by groups of heads computes q, k and v again, so these do not count."""
+        """Return the part of `attention_saved` that is alive during the backward pass of what follows attention.
+        Attention by groups of heads computes q, k and v again, so it does not count them."""
         if not (self.by_groups and self.model.family.attention.lean):
             return self.attention_saved()
         others = 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer if self.model.per_layer else 0
@@ -158,10 +158,9 @@ class StepShape:
         return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles, TILE: tile}
 
     def at_experts(self, experts: ExpertForm) -> int:
-        """Return the bytes in the backward pass of `routed_experts`. Expert by expert: the summed gradients in float32,
-        the order of rows and one dequantized expert; for a piece of its rows also gate and up, their gradients in two
-        dtypes, and the input's gradient. Grouped, on a GPU: the same for all rows at once, and one input gradient for
-        each."""
+        """Return the bytes of `routed_experts` in its backward pass. Expert by expert, these are float32 sums, the
+        order of rows, a dequantized expert, and gate, up and gradients for a piece of its rows. Grouped, on a GPU, they
+        are gate, up and gradients for all rows."""
         rows, hidden, inner = min(PIECE, self.tokens), self.model.hidden, experts.inner
         sums = self.tokens * (4 * hidden + 3 * 8 * experts.taken)
         one_by_one = sums + 3 * WORD * hidden * inner + rows * (5 * WORD * inner + 3 * WORD * hidden)

@@ -1,9 +1,9 @@
 """Gradient checkpointing: keep only each layer's input, on the device or on the host, and recompute the rest; or let
 the last layers keep everything, as far as there is room.
 
-A layer checkpointed by `torch.utils.checkpoint` (non-reentrant) saves only its inputs as ordinary saved tensors, so
-hooks around a forward pass see them. They are copied to pinned host memory on a side stream while the next layer
-computes; in backward the next one is prefetched while a layer is recomputed. Weights, small and integer tensors stay.
+A layer checkpointed by `torch.utils.checkpoint` (non-reentrant) saves its inputs as ordinary saved tensors. Hooks copy
+them to pinned host memory while the next layer computes. Backward prefetches the next layer's inputs while it
+recomputes a layer.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -25,8 +25,7 @@ MIN_BYTES = 2**20  # below this, a copy costs more than the memory is worth
 
 
 def checkpointing_mode(value: bool | str) -> bool | str:
-    """Return True, False, "offload" or "auto" for the user's value; ValueError, with the allowed values, for any other.
-    """
+    """Return True, False, "offload" or "auto" for the user's value; ValueError for any other value."""
     mode = ALIASES.get(value, value) if isinstance(value, str) else value
     if mode not in MODES:
         raise ValueError(f"use_gradient_checkpointing is {value!r}; allowed are True, False, "
@@ -35,8 +34,8 @@ def checkpointing_mode(value: bool | str) -> bool | str:
 
 
 def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
-    """Switch a transformers model's layer checkpointing on or off. Return the mode like `checkpointing_mode`. If
-    training now draws random numbers (see `drops`), layers save random states. ValueError if no layer supports it."""
+    """Switch a transformers model's layer checkpointing on or off, and return the mode. Layers save random states if
+    training now draws random numbers (see `drops`). ValueError if no layer supports checkpointing."""
     mode = checkpointing_mode(mode)
     if not mode:
         if hasattr(model, "gradient_checkpointing_disable"):
@@ -56,7 +55,7 @@ def enable_checkpointing(model: Any, mode: bool | str) -> bool | str:
 
 
 def drops(model: Any) -> bool:
-    """Return whether training draws random numbers: a dropout module's rate, or one in the config, is above 0."""
+    """Return whether training draws random numbers: a dropout rate, of a module or in the config, is above 0."""
     rates = vars(model.config.get_text_config()) if hasattr(model, "config") else {}
     rated = any("drop" in name and isinstance(rate, float) and rate > 0 for name, rate in rates.items())
     return rated or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
@@ -107,8 +106,7 @@ def kept_layers(model: nn.Module) -> list[nn.Module]:
 
 def offload_activations(model: nn.Module | torch.device | str, enabled: bool = True) -> AbstractContextManager:
     """Return a context for forward passes, in which the tensors saved by checkpointed layers move to pinned host
-    memory; on the CPU it changes nothing. With a device instead of a model, only nn.Parameters are recognised as
-    weights. A trainer should keep one `ActivationOffload` and enter it repeatedly."""
+    memory. On the CPU it changes nothing. If `model` is a device, only nn.Parameters are recognised as weights."""
     return ActivationOffload(model) if enabled else nullcontext()
 
 
@@ -174,7 +172,7 @@ class ActivationOffload:
         return self.store.pool.peak_bytes
 
     def release(self) -> None:
-        """Return the host pages that no graph needs to the system; the next forward pass allocates new ones."""
+        """Free the host pages that no graph needs; the next forward pass allocates new ones."""
         self.store.pool.release()
 
     def pack(self, tensor: Tensor) -> Kept | Offloaded:
@@ -183,8 +181,7 @@ class ActivationOffload:
         return Kept(tensor.detach(), tensor._version) if stays else self.store.put(tensor)
 
     def unpack(self, packed: Kept | Offloaded) -> Tensor:
-        """Return the saved tensor. RuntimeError if it was modified in place, which autograd does not check under hooks.
-        """
+        """Return the saved tensor. RuntimeError if it was modified in place, which autograd does not check here."""
         if isinstance(packed, Offloaded):
             return self.store.get(packed)
         check_untouched(packed.tensor._version == packed.version, packed.tensor.size())
@@ -221,8 +218,8 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def storage_ids(model: nn.Module | None) -> set[int]:
-    """Return the ids of the storages that a forward pass may save itself. Checkpointed layers in train mode are
-    skipped: they save only their inputs, and a walk through them, which hold nearly all modules, would take long."""
+    """Return the ids of the storages of weights and buffers. Checkpointed layers in train mode are skipped: they save
+    only their inputs, and a walk through them, which hold nearly all modules, would take long."""
     if model is None or (model.training and is_checkpointed(model)):
         return set()
     own = {storage_id(tensor) for tensor in (*model.parameters(recurse=False), *model.buffers(recurse=False))}

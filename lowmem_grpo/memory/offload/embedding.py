@@ -1,6 +1,5 @@
 """Look up embeddings on the host: a step needs only T rows of a matrix (V, D). For Llama-3.1-8B this saves 1.05 GB on
-the card and copies 8 KB per token. Gemma 4 has a second table of per-layer embeddings: 5.6 GB for its E4B, and 21 KB
-per token. A matrix that is also the output head is needed on the card anyway."""
+the card and copies 8 KB per token; for the per-layer embeddings of Gemma 4 E4B, 5.6 GB and 21 KB per token."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +23,7 @@ class HostEmbedding(nn.Module):
         self.known: Tensor | None = None  # see `knowing`
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Map ids (...) to (..., D) on their device. Without `knowing`, ids on a GPU are copied to the host, which
-        synchronizes."""
+        """Map ids (...) to (..., D). Outside of `knowing`, ids on a GPU are copied to the host, which synchronizes."""
         known = self.known if self.known is not None and self.known.numel() == input_ids.numel() else None
         ids = input_ids.to("cpu") if known is None else known.view(input_ids.shape)
         if not input_ids.is_cuda:
@@ -36,7 +34,6 @@ class HostEmbedding(nn.Module):
         return self.scaled(rows.to(input_ids.device, non_blocking=True)).view(*input_ids.shape, -1)
 
     def scaled(self, rows: Tensor) -> Tensor:
-        """Return the rows times the embedding's scale, if it has one."""
         return rows if self.scale is None else rows * self.scale
 
 

@@ -1,7 +1,5 @@
-"""Reusable pages of host memory, and the asynchronous copies to and from them. All pages have one size, so tensors of
-any length share them, and a run holds only as many as its largest micro-batch needs. Checks before a run tell whether
-the host has room for them.
-"""
+"""Reusable pages of host memory, and the copies to and from them. All pages have one size, so that tensors of any
+length share them."""
 
 import logging
 import platform
@@ -25,12 +23,10 @@ class Copies:
     """Synchronous copies between device and host, for tests and measurements on fake tensors."""
 
     def page(self, num_bytes: int) -> Tensor:
-        """Allocate a page of host memory, (num_bytes,) uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def start(self, pairs: Sequence[Pair]) -> Any:
-        """Copy each source to its target, ordered after all computation and copies so far; return a ticket for `wait`.
-        """
+        """Copy each source to its target, after all computation and copies so far; return a ticket for `wait`."""
         for target, source in pairs:
             target.copy_(source)
 
@@ -103,11 +99,9 @@ class PagePool:
 
     @property
     def bytes_in_use(self) -> int:
-        """The host bytes of the pages in use."""
         return len(self.in_use) * self.page_bytes
 
     def take_pages(self, num_bytes: int) -> list[Tensor]:
-        """Return pages for `num_bytes`: free ones, and new ones if those do not suffice."""
         count = -(-num_bytes // self.page_bytes)
         missing = count - len(self.free)
         self.free += [self.copies.page(self.page_bytes) for _ in range(missing)]  # if one fails, none is taken
@@ -117,7 +111,7 @@ class PagePool:
         return pages
 
     def return_pages(self, pages: Sequence[Tensor]) -> None:
-        """Mark pages as free. Copies from or to them that have started will run before those of their next use."""
+        """Mark pages as free. Copies that still run on a page end before the page is used again."""
         for page in pages:
             del self.in_use[id(page)]
             self.free.append(page)
@@ -128,7 +122,6 @@ class PagePool:
             yield page[: len(part)], part
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Return the storages of all pages, for memory counters."""
         return [page.untyped_storage() for page in [*self.free, *self.in_use.values()]]
 
     def release(self) -> None:
@@ -150,16 +143,14 @@ WSL_ADVICE = ("this is WSL: its driver pins only a part of the host's memory, an
 
 
 def host_bytes_needed(num_layers: int, tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Return the most host bytes that offloading holds for a micro-batch of `tokens`, in whole pages. Each layer input
-    has tokens * hidden_size elements of `dtype`; four more stand for the tensors saved between the last layer and the
-    loss."""
+    """Return the most host bytes that offloading holds for a micro-batch of `tokens`, in whole pages: an input (tokens,
+    hidden_size) for each layer, and TAIL more."""
     layer_input = tokens * hidden_size * dtype.itemsize
     return (num_layers + TAIL) * -(-layer_input // PAGE_BYTES) * PAGE_BYTES
 
 
 def available_host_bytes() -> int | None:
-    """Return the bytes available without swapping: the system's, or a container's if fewer; None if unknown, as
-    outside Linux."""
+    """Return the host bytes available without swapping to the system or container; None if unknown (outside Linux)."""
     known = [room for room in (system_room(MEMINFO), container_room(CGROUP)) if room is not None]
     return min(known, default=None)
 

@@ -1,6 +1,6 @@
-"""A store on the host for the tensors that a graph saves for backward. At most two of them are on the device as well.
-In forward, these are the two that were saved last. In backward, they are the tensor in use and the one needed next. If
-memory is short (`ahead` is False), at most one tensor is on the device."""
+"""A store on the host for the tensors that a graph saves for backward. At most two of them are on the device as well:
+in forward the last two, in backward the tensor in use and the one needed next. If memory is short (`ahead` is False),
+at most one is."""
 
 import itertools
 import weakref
@@ -18,8 +18,8 @@ MAX_RESIDENT = 2
 
 @dataclass(eq=False)
 class Offloaded:
-    """The graph's reference to an offloaded tensor: its pages on the host, and its size, stride and dtype. `storage` is
-    never read. Referring to it keeps its identity, part of a key in `HostStore.seen`, from being reused."""
+    """The graph's reference to an offloaded tensor. `storage` is referenced so that its identity, which is part of a
+    key in `HostStore.seen`, is not reused."""
 
     index: int  # increases in the order of forward
     pages: list[Tensor]
@@ -116,7 +116,6 @@ class HostStore:
         return resident.tensor
 
     def fetch(self, packed: Offloaded) -> Resident:
-        """Start the copy of a tensor back from the host."""
         flat = torch.empty(packed.span, dtype=packed.dtype, device=self.device)
         ticket = self.copies.start([(part, page) for page, part in self.pool.pairs(packed.pages, flat)])
         resident = Resident(flat.as_strided(packed.size, packed.stride), ticket, False, flat._version)
@@ -124,7 +123,7 @@ class HostStore:
         return resident
 
     def following(self, index: int) -> Offloaded | None:
-        """Return the tensor that backward probably needs after `index`: the next in its order, not yet returned."""
+        """Return the tensor that backward probably needs after `index`: the next in order that was not returned yet."""
         if index in self.asked and self.asked.issuperset(self.live):
             self.start_backward()  # a second backward pass on a retained graph
         if index not in self.asked:
