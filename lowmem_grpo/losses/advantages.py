@@ -135,7 +135,7 @@ class Estimator:
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(
         of_group, SCALE_REWARDS, "A = (R - mean_group(R)) / std_group(R)",
-        "The default. scale_rewards='batch' divides by std_batch(R). 'none' does not divide, as in Dr. GRPO.",
+        "The default. scale_rewards='batch' divides by std_batch(R); 'none' does not divide, as in Dr. GRPO.",
         "DeepSeekMath, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783",
     ),
     "rloo": Estimator(
@@ -152,13 +152,14 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "remax": Estimator(
         over_greedy, (), "A = R - R(greedy completion of the prompt)",
-        "For few completions per prompt. Each prompt costs one extra completion, the greedy one.",
+        "For few completions per prompt. Each prompt costs one extra completion.",
         "ReMax, arXiv 2310.10505",
     ),
     "passk": Estimator(
         pass_at_k, ("group", "none"), "A_i = (E[best of k | i is one of the k] - E[best of k]) / std(best of k)",
-        "For exploration: the fewer right completions a group has, the larger are their advantages. pass_at_k sets k.",
-        "Pass@k training, arXiv 2508.10751; for rewards other than 0 and 1 as in PKPO, arXiv 2505.15201",
+        "For exploration: the fewer right completions a group has, the larger are their advantages. pass_at_k sets k "
+        "(default: half of the group).",
+        "Pass@k training, arXiv 2508.10751; PKPO, arXiv 2505.15201",
     ),
 }
 TRUTHS: dict[Any, str] = {True: "group", False: "none", "True": "group", "true": "group", "False": "none",

@@ -218,7 +218,7 @@ VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo
 LOSS_TYPES: dict[str, LossType] = {
     "grpo": LossType(
         clipped, mean_of_sequence_means, CLIP | LEVEL, "-mean_seq(clipped(w, A))",
-        "The original GRPO. All completions weigh the same, so short completions have more weight per token.",
+        "The original GRPO. Tokens of short completions weigh more than tokens of long ones.",
         "DeepSeekMath, arXiv 2402.03300, eq. 3", metrics="clip", in_trl=True,
     ),
     "bnpo": LossType(
@@ -227,23 +227,23 @@ LOSS_TYPES: dict[str, LossType] = {
     ),
     "dr_grpo": LossType(
         clipped, mean_over_longest, CLIP | LEVEL,
-        "-sum(clipped(w, A)) / (completions * max_completion_length), over the tokens of the optimizer step",
-        "Removes the bias towards long wrong answers. The paper also sets scale_rewards='none'.",
+        "-sum_step(clipped(w, A)) / (completions of the optimizer step * max_completion_length)",
+        "Removes the bias towards long wrong answers.",
         "Dr. GRPO, arXiv 2503.20783", metrics="clip", in_trl=True,
     ),
     "dapo": LossType(
         clipped, mean_over_tokens, CLIP | LEVEL, "-mean_gen(clipped(w, A))",
-        "The default. All tokens have the same weight. The paper sets epsilon_high=0.28, which prolongs exploration.",
+        "The default. All tokens have the same weight.",
         "DAPO, arXiv 2503.14476, eq. 8", counts_generation=True, metrics="clip", in_trl=True,
     ),
     "luspo": LossType(
-        clipped, mean_of_sequence_sums, CLIP | LEVEL, "-mean over completions of sum_t(clipped(w, A))",
-        "GSPO without its length bias, if you set importance_sampling_level='sequence' as in the paper.",
+        clipped, mean_of_sequence_sums, CLIP | LEVEL, "-sum_step(clipped(w, A)) / completions of the optimizer step",
+        "GSPO without its length bias, with importance_sampling_level='sequence' as in the paper.",
         "LUSPO, arXiv 2602.05261", metrics="clip", in_trl=True,
     ),
     "gspo": LossType(
         clipped, mean_of_sequence_means, GSPO, "-mean_seq(clipped(w, A)), w = exp(mean_t(logp - old))",
-        "For mixtures of experts and for long completions. This w stays close to 1, so the default epsilon is small.",
+        "For mixtures of experts and long completions. This w stays close to 1, so the default epsilon is small.",
         "GSPO, arXiv 2507.18071, eq. 5 to 7", level="sequence", metrics="clip",
     ),
     "gspo_token": LossType(
@@ -254,13 +254,13 @@ LOSS_TYPES: dict[str, LossType] = {
     ),
     "cispo": LossType(
         cispo, mean_over_tokens, {"epsilon_high": 5.0} | LEVEL, "-mean_gen(sg(min(w, epsilon_high)) A logp)",
-        "Keeps the gradient of rare but decisive tokens. The upper bound of w is epsilon_high, not 1 + epsilon_high.",
+        "Keeps the gradient of rare but decisive tokens.",
         "MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786", counts_generation=True, metrics="cispo", in_trl=True,
     ),
     "sapo": LossType(
         sapo, mean_of_sequence_means, SAPO | LEVEL,
         "-mean_seq((4 / tau) sigmoid(tau (w - 1)) A), tau = sapo_temperature_pos if A > 0, else sapo_temperature_neg",
-        "For several optimizer steps per generation. A soft gate replaces the clip, so stale tokens still contribute.",
+        "For several optimizer steps per generation. A soft gate replaces the clip, so every token contributes.",
         "SAPO, arXiv 2511.20347", in_trl=True,
     ),
     "vespo": LossType(
@@ -273,13 +273,13 @@ LOSS_TYPES: dict[str, LossType] = {
     "gmpo": LossType(
         gmpo, mean_of_sequence_means, {"epsilon": 0.4, "epsilon_high": None},
         "-mean_seq(exp(mean_t(d)) A), d = min(logp - old, epsilon_high) if A >= 0, else max(logp - old, -epsilon)",
-        "For steps in which a few tokens have extreme ratios: they move a geometric mean less than an arithmetic mean.",
+        "For steps in which a few tokens have extreme ratios, which move a geometric mean less.",
         "GMPO, arXiv 2507.20673", metrics="gmpo",
     ),
     "rloo": LossType(
         clipped, mean_of_sequence_means, CLIP, "-mean_seq(clipped(w, A)), w = exp(sum_t(logp - old))",
         "Treats a completion as one action. RLOOConfig combines this loss with advantage_estimator='rloo'.",
-        "RLOO, arXiv 2402.14740; the clip is TRL's", level="sequence_sum", metrics="clip",
+        "RLOO, arXiv 2402.14740; TRL", level="sequence_sum", metrics="clip",
     ),
     "reinforce": LossType(
         reinforce, mean_over_tokens, {}, "-mean_step(A logp)",

@@ -74,7 +74,8 @@ CORRECTIONS: dict[str, Correction] = {
     ),
     "token_mask": Correction(
         lambda mismatch, *_: ratio_of(mismatch), masked, "c_t = rho_t if clip_min <= rho_t <= clip_max, else 0",
-        "For a few tokens with extreme ratios, as in mixtures of experts. IcePop uses the bounds 0.5 and 5.",
+        "For a few tokens with extreme ratios, as in mixtures of experts. IcePop's bounds are 0.5 and 5. Not for gspo, "
+        "gmpo, rloo or importance_sampling_level='sequence'.",
         "Masked importance sampling (MIS); IcePop (Ring-1T), arXiv 2510.18855",
     ),
     "sequence_truncate": Correction(
@@ -83,7 +84,7 @@ CORRECTIONS: dict[str, Correction] = {
     ),
     "sequence_mask": Correction(
         sequence_product, masked, "c = prod_t rho_t if clip_min <= prod_t rho_t <= clip_max, else 0",
-        "TRL's default, here for comparison with TRL. Long completions are the first to get the weight 0.", "TRL", True,
+        "The default of TRL. Long completions are the first to get the weight 0.", "TRL", True,
     ),
     "geometric_mask": Correction(
         lambda mismatch, ids, lengths: sequence_means(mismatch, ids, lengths).exp(), kept,
