@@ -66,7 +66,8 @@ The formulas below are the policy term. Two more terms can be added to every los
 - `beta` (default 0) times the KL divergence from the reference policy.
     - By default, the reference is the policy at the start of training. `kl_reference="base"` takes the model without
       any adapter. `sync_ref_model=True` moves the reference towards the policy, as in TRL.
-    - With `d = logp - ref`, `kl_estimator` is "k1" (`d`), "k2" (`d^2 / 2`) or "k3" (`exp(-d) - 1 + d`, the default).
+    - `kl_estimator` chooses the estimate. With `d = logp - ref`, "k1" is `d`, "k2" is `d^2 / 2`, and "k3" (default) is
+      `exp(-d) - 1 + d`.
     - `use_bias_correction_kl=True`, the default, multiplies the KL term by `w`.
     - `RLOOConfig` (default `beta=0.05`) and `advantage_estimator="reinforce++"` instead subtract `beta` times "k1" from
       the reward.
@@ -74,8 +75,8 @@ The formulas below are the policy term. Two more terms can be added to every los
 
 Two options leave tokens out of the policy term:
 
-- `top_entropy_quantile=0.2` leaves out all tokens except the 20% with the highest entropy (arXiv 2506.01939). This
-  option needs a loss with one ratio per token, so not `gspo`, `gmpo`, `rloo` or `importance_sampling_level="sequence"`.
+- `top_entropy_quantile=0.2` leaves out all tokens except the 20% with the highest entropy (arXiv 2506.01939).
+  `GRPOConfig` refuses a value below 1 with `gspo`, `gmpo`, `rloo` and `importance_sampling_level="sequence"`.
 - `off_policy_mask_threshold` leaves out a completion with A < 0 if the mean `logp` of its tokens has fallen by more
   than the threshold since the completion was sampled (DeepSeek-V3.2, arXiv 2512.02556)."""
 ADVANTAGES = """
