@@ -80,7 +80,7 @@ def import_from_a_thread() -> None:
 
 @contextmanager
 def collectable() -> Iterator[None]:
-    """After this context, undo vLLM's gc.freeze(), which keeps all objects that exist when vLLM starts, even models."""
+    """After this context, undo vLLM's gc.freeze(), which keeps alive all objects that exist when vLLM starts."""
     frozen = gc.get_freeze_count()
     try:
         yield
