@@ -91,7 +91,6 @@ def collectable() -> Iterator[None]:
 
 @dataclass
 class Process:
-    """The vLLM state of this process."""
     engine: "weakref.ref[Any] | None" = None  # the open VLLMEngine
     clean: bool = True  # False if vLLM's memory pool must be reset before another engine uses it
 

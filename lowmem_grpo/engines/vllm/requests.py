@@ -69,7 +69,7 @@ class CallSampling:
                        routes=self.routes(output, len(prompt) + len(ids) - 1))
 
     def routes(self, output: Any, tokens: int) -> Routes | None:
-        """Return an output's expert routes; None if vLLM returned none. RuntimeError if their number is not `tokens`."""
+        """Return an output's expert routes; None if vLLM gave none. RuntimeError if their number is not `tokens`."""
         experts = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
         if experts is None:
             return None
