@@ -1,4 +1,4 @@
-"""Unsloth's module of the same name, with the same function names. Each name is imported at first use."""
+"""Unsloth's module of the same name, with the same function names."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,4 @@
-"""Exporting an adapter as a PEFT folder, a merged model or a GGUF file.
-
-Each name is imported at first use.
-"""
+"""Exporting an adapter as a PEFT folder, a merged model or a GGUF file."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,4 @@
-"""Offloading of layer inputs and the embedding to host memory. Needs only torch.
-
-Each name is imported at first use.
-"""
+"""Offloading of layer inputs and the embedding to host memory. Needs only torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

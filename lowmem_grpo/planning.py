@@ -1,7 +1,4 @@
-"""Planning of a run before it starts: settings with which it fits a card, and the duration of its steps.
-
-Each name is imported at first use.
-"""
+"""Planning of a run before it starts: settings with which it fits a card, and the duration of its steps."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

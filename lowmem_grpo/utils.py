@@ -73,12 +73,10 @@ def at_least(least: int, kind: Any = Real) -> Rule:
 
 
 def up_to(most: int, kind: Any = Real) -> Rule:
-    """Return a rule that allows whole numbers from 1 to `most`."""
     return f"a whole number, from 1 to {most:,}", lambda value: at_least(1, kind)[1](value) and value <= most
 
 
 def one_of(*allowed: Any) -> Rule:
-    """Return a rule that allows only these values."""
     return f"one of {', '.join(map(str, allowed))}", lambda value: value in allowed
 
 
@@ -163,7 +161,7 @@ def check_given(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
 
 def check_ranges(settings: Any, values: Mapping[str, Any] | None = None) -> None:
     """Raise ValueError for the first field of a dataclass that breaks its rule in the RANGES of its class or bases.
-    None is allowed if the field's annotation allows it. With `values` (by field name), `settings` is the dataclass
+    None is allowed if the field's annotation allows it. With `values` (by field name), `settings` is the class
     itself, and only these values are checked."""
     cls = settings.__class__ if values is None else settings
     for name, words, holds, optional in rules_of(cls):

@@ -97,7 +97,7 @@ class Engine(Protocol):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of KV cache that the engine holds now, or the peak of its last call."""
+        """Bytes of KV cache, for the log: those held now (vLLM), or the peak of the last call (transformers engine)."""
         ...
 
     def close(self) -> None:
@@ -142,14 +142,13 @@ class FinishedPrompts(Calls):
         self.rollouts: dict[int, list[Rollout]] = {}
 
     def add(self, prompt: int, rollouts: list[Rollout]) -> None:
-        """Keep all rollouts of a prompt, and pass them to `on_group`."""
         assert prompt not in self.rollouts, prompt
         self.rollouts[prompt] = rollouts
         if self.on_group is not None:
             self.on_group(prompt, rollouts)
 
     def between(self, running: int) -> None:
-        """Call `meanwhile` with the number of `running` sequences, unless it is 0. Called between decode steps."""
+        """Call `meanwhile` with the number of `running` sequences, unless it is 0."""
         if self.meanwhile is not None and running:
             with self.outside_the_engine():
                 self.meanwhile(running)
@@ -159,7 +158,6 @@ class FinishedPrompts(Calls):
         return [prompt for prompt in range(self.prompts) if prompt not in self.rollouts]
 
     def result(self) -> list[list[Rollout]]:
-        """Return the rollouts of all prompts, in the order of the prompts."""
         assert not self.missing, f"the device reported no end of prompts {self.missing}"
         return [self.rollouts[prompt] for prompt in range(self.prompts)]
 
@@ -175,7 +173,6 @@ class ExpectedLengths:
         self.known: OrderedDict[int, float] = OrderedDict()  # by the hash of a prompt's tokens
 
     def note_groups(self, prompts: list[list[int]], groups: list[list[Rollout]]) -> None:
-        """Note the completion lengths of a call."""
         for prompt, rollouts in zip(prompts, groups, strict=True):
             key = hash(tuple(prompt))
             self.known[key] = fmean(len(rollout.completion_ids) for rollout in rollouts)
@@ -244,14 +241,14 @@ class Pace:
         self.most = max(self.most, other.most)
 
     def pop_measured(self) -> Self:
-        """Return the measurements and reset them."""
         taken = copy(self)
         self.seconds, self.tokens = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0)
         self.preemptions = self.most = 0
         return taken
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds per phase, the tail's share of the time, and tokens per second; empty if nothing ran."""
+        """Return values for the log: seconds and tokens per second of each phase, the share of the time spent in tails
+        (see `start_call`), the most sequences decoded together, and preemptions. Empty if nothing ran."""
         if not self.most:
             return {}
         seconds = {f"time/sampling/{name}_s": spent for name, spent in self.seconds.items()}

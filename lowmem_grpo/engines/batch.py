@@ -38,8 +38,8 @@ class DecodeState:
 
     @classmethod
     def holding(cls, rows: Tensor, cache: GrowingCache | None = None, held: Tensor | None = None) -> "DecodeState":
-        """Return the state of rows that have sampled nothing yet. `cache` holds each row's first tokens, right-aligned,
-        and `held` (B,) is their number (None: 0)."""
+        """Return the state of rows that have sampled nothing yet. `cache` has the keys and values of each row's
+        first tokens, right-aligned, and `held` (B,) is the number of these tokens (None: 0)."""
         held = torch.zeros_like(rows) if held is None else held
         alive = torch.ones_like(rows, dtype=torch.bool)
         return cls(cache or GrowingCache(), rows, torch.zeros_like(rows), rows, alive, held - 1)
@@ -86,7 +86,6 @@ class Batch:
     state: DecodeState
 
     def __init__(self, generation: GenerationState, stops: StopCriteria, waiting: deque[int], size: int) -> None:
-        """Make an empty batch. `waiting` holds the rows that are still to enter."""
         self.generation, self.stops, self.waiting, self.size = generation, stops, waiting, size
         self.rows: list[int] = []  # the unfinished rows; after an error, the rows to resume
         self.since = 0  # tokens that each row has drawn since `find_done` last asked the device
@@ -98,8 +97,7 @@ class Batch:
         return bool(self.waiting) and self.size - len(self.rows) >= max(1, self.size // ENTER_TOGETHER)
 
     def take_rows(self) -> list[int]:
-        """Move waiting rows that have sampled equally many tokens into the batch and return them. The caller then
-        passes their state to `enter`."""
+        """Move waiting rows into the batch, all with the same number of sampled tokens, and return them."""
         waiting, generation, room = self.waiting, self.generation, self.size - len(self.rows)
         rows, drawn = [waiting.popleft()], generation.drawn
         while waiting and len(rows) < room and drawn[waiting[0]] == drawn[rows[0]]:
@@ -150,8 +148,8 @@ class Batch:
 
     def find_done(self) -> tuple[int, list[int]]:
         """Ask the device which rows are done. Return the number of tokens that all rows sampled since the last call,
-        and the prompts whose last row has finished since then. After an error, the tokens since the last call are
-        sampled again, with the same result."""
+        and the prompts whose last row has finished since then. Rows that resume after an error sample the tokens since
+        the last call again, with the same result."""
         state, generation, done, total = self.state, self.generation, list[int](), 0
         rows = torch.stack([state.rows, state.counts, state.alive.long()], 1).tolist()
         for row, count, alive in rows:
@@ -231,8 +229,8 @@ class Passes:
 
     def hidden(self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: DecodeState,
                **named: Any) -> Tensor:
-        """Return the last hidden states (B, Q, D) of input_ids (B, Q); `real` (B, Q) is False for padding and finished
-        rows; mask (B, 1, Q, L)."""
+        """Return the last hidden states (B, Q, D) of input_ids (B, Q). `real` (B, Q) is False for padding and finished
+        rows. `mask` (B, 1, Q, L) covers L cache positions."""
         recorder = self.policy.recorder()
         with self.policy.autocast():
             out = self.policy.backbone(

@@ -34,8 +34,8 @@ class EngineChoice:
 
 
 def choose_engine(fast_inference: bool | str, device: str) -> EngineChoice:
-    """Choose the engine for `fast_inference` and a model on `device`. Only package metadata is read; vLLM is not
-    imported. EngineUnavailableError if the user asked for "vllm" and it cannot be used."""
+    """Choose the engine for `fast_inference` and a model on `device`, from package metadata alone.
+    EngineUnavailableError if the user asked for "vllm" and it cannot be used."""
     check_engine(fast_inference)
     if fast_inference in (False, TRANSFORMERS):
         return EngineChoice(TRANSFORMERS, f"fast_inference={fast_inference!r}", forced=True)
@@ -155,7 +155,6 @@ class EngineKeeper:
             raise EngineUnavailableError("an engine of vLLM that was made by hand is open here; close() it first")
 
     def start(self, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Engine:
-        """Make a vLLM engine, and keep it."""
         import_from_a_thread()
         with collectable():
             self.kept = VLLMEngine(policy, tokenizer, self.max_seq_length, self.settings, self.sampled, self.bound)

@@ -73,8 +73,8 @@ def not_recorded(policy: Policy) -> str:
 
 
 def check_graphs(asked: bool | None, engine: str, device: str, config: Any, offloaded: bool) -> None:
-    """Raise EngineUnavailableError if `enforce_eager=False` asks for CUDA graphs that this model cannot have. No
-    weights are loaded. vLLM checks this itself, except for mixtures of experts on a card, which are refused here."""
+    """Raise EngineUnavailableError if `enforce_eager=False` asks for CUDA graphs that this model cannot have. For
+    vLLM, only mixtures of experts on a card are refused here, because vLLM checks the rest itself."""
     if asked is not False:
         return
     if engine == VLLM:

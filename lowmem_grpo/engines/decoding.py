@@ -98,7 +98,7 @@ def shared_numbers(seed: int, count: int, device: torch.device, part: tuple[int,
 
 
 def own_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:
-    """Return a function as `shared_numbers` does, for `width` positions per row; each row has its own seed."""
+    """Return a function as `shared_numbers` does, for rows of `width` positions that each have their own seed."""
     table = torch.zeros(len(seeds), width, dtype=torch.float64)
     for row, seed in enumerate(seeds):
         table[row].uniform_(generator=torch.Generator().manual_seed(seed))
@@ -178,7 +178,6 @@ def warn_of_rounds(name: str) -> None:
 
 
 def cut_rollout(rollout: Rollout, most: int, params: SamplingParams, tokenizer: "PreTrainedTokenizerBase") -> Rollout:
-    """Return the rollout, cut to at most `most` tokens."""
     if len(rollout.completion_ids) <= most:
         return rollout
     ids = rollout.completion_ids[:most]

@@ -163,8 +163,8 @@ class GenerationState:
 
     def prefills(self, rows: list[int], running: int) -> list[Prefill]:
         """Return the prompts of these rows, grouped by the number of tokens to feed: first prompts that extend a cached
-        turn, then each other prompt once. The cached turns that are used leave `kept`. The oldest of the others are
-        dropped if memory has no room for them beside these rows and the `running` rows."""
+        turn, then each other prompt once. The cached turns that are used leave `kept`. The oldest that stay
+        in `kept` are dropped if memory has no room for them beside these rows and the `running` rows."""
         prefixes = {row: kept for row in rows if self.requests
                     if (kept := self.kept.rows.pop(self.requests[row].key, None)) is not None}
         self.kept.trim(self.room - running - len(rows))

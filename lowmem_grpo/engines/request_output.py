@@ -84,7 +84,6 @@ class OutputProcessor:
     lora_request: Any = None
 
     def request_output(self, number: int, text: str, ids: list[int], rollouts: list[Rollout]) -> RequestOutput:
-        """Return the completions of prompt `number` of a call."""
         outputs = [self.completion(index, ids, rollout) for index, rollout in enumerate(rollouts)]
         return RequestOutput(text, ids, outputs, str(number), lora_request=self.lora_request)
 
@@ -116,7 +115,7 @@ class OutputProcessor:
                 for place in self.places(hidden[start : start + ROWS], targets[start : start + ROWS])]
 
     def places(self, hidden: Tensor, targets: Tensor) -> list[dict[int, Logprob]]:
-        """Return the same as `likeliest` for N positions, given hidden states (N, D) and drawn tokens (N,)."""
+        """Return what `likeliest` does, for N positions with hidden states (N, D) and drawn tokens (N,)."""
         logprobs = self.policy.head.logits(hidden).log_softmax(-1)
         asked = self.params.logprobs or 0
         count = logprobs.shape[1] if asked == -1 else min(asked, logprobs.shape[1])

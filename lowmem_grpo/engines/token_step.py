@@ -99,8 +99,8 @@ class TokenStep:
             self.lasting = StepBuffers(rows, width, self.passes.policy.device, LastingStorage(rows, width))
 
     def storage_for(self, width: int, running: int) -> LastingStorage | None:
-        """Return the lasting KV storage, to be used after its first `running` rows. None if there is none, or if it has
-        fewer than `width` positions."""
+        """Return the lasting KV storage, whose first `running` rows are taken; None if there is no such storage, or if
+        it has fewer than `width` positions."""
         storage = None if self.lasting is None else self.lasting.storage
         if storage is None or width > storage.capacity:
             return None

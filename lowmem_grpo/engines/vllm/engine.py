@@ -162,7 +162,6 @@ class VLLMEngine:
         return groups
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
-        """Decode turns (see `Engine.converse`). A dead engine and a lack of memory are handled as in `generate`."""
         self.check_open()
         call = OpenTurns(conversation, self.sampling(replace(params, n=1)), self.policy.device)
         self.in_less_memory(lambda: self.run_with_restart(call), call)

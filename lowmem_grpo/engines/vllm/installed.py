@@ -42,7 +42,7 @@ def why_unavailable(number: str | None) -> str | None:
 
 
 def refuse_absent() -> None:
-    """Raise EngineUnavailableError if vLLM is not installed in a tested version; its torch version is not checked."""
+    """Raise EngineUnavailableError if vLLM is not installed in a tested version."""
     package = installed()
     if why := why_unavailable(package and package[1]):
         raise EngineUnavailableError(f"{why}, {OTHER_ENGINE}")

@@ -165,7 +165,7 @@ class BorrowedConfig(QuantizationConfig):
         return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
-        """Return a layer's quantization method; None if vLLM keeps its own. BorrowError if it does not match."""
+        """Return a layer's quantization method (None: vLLM's own). BorrowError for a layer unlike the trainer's."""
         loan = current()
         if isinstance(layer, VocabParallelEmbedding):  # includes output heads
             module: Any = loan.embedding(prefix, head=isinstance(layer, ParallelLMHead))

@@ -80,7 +80,7 @@ def import_from_a_thread() -> None:
 
 @contextmanager
 def collectable() -> Iterator[None]:
-    """After this context, undo vLLM's gc.freeze(), which keeps all objects that exist when vLLM starts, even models."""
+    """After this context, undo vLLM's gc.freeze(), which keeps alive all objects that exist when vLLM starts."""
     frozen = gc.get_freeze_count()
     try:
         yield
@@ -91,7 +91,6 @@ def collectable() -> Iterator[None]:
 
 @dataclass
 class Process:
-    """The vLLM state of this process."""
     engine: "weakref.ref[Any] | None" = None  # the open VLLMEngine
     clean: bool = True  # False if vLLM's memory pool must be reset before another engine uses it
 

@@ -69,7 +69,7 @@ class CallSampling:
                        routes=self.routes(output, len(prompt) + len(ids) - 1))
 
     def routes(self, output: Any, tokens: int) -> Routes | None:
-        """Return an output's expert routes; None if vLLM returned none. RuntimeError if not of `tokens` tokens."""
+        """Return an output's expert routes; None if vLLM gave none. RuntimeError if their number is not `tokens`."""
         experts = getattr(output, "routed_experts", None)  # (tokens, all layers, k), uint8 or uint16
         if experts is None:
             return None
@@ -144,7 +144,6 @@ class Prompts(FinishedPrompts):
                 self.between(int(engine.get_num_unfinished_requests()))
 
     def give_prompt(self, prompt: int, output: Any, pace: Pace, version: int) -> None:
-        """Pass a finished prompt and all its completions to `on_group`."""
         ids = self.asked[prompt].ids
         pace.tokens["prefill"] += len(ids)
         with self.outside_the_engine():

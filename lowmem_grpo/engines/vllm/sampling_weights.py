@@ -1,9 +1,6 @@
 """The weights that an engine holds of its own, beside those that it shares with the trainer: a copy of the adapter, and
 base weights dequantized from 4 bits or FP8.
 
-The adapter's copy is in the engine's compute dtype at fixed addresses, with the tensors of one layer adjacent in
-memory. It is filled before each call: with the active adapter, another one, or zeros for the base model.
-
 A kernel that reads quantized codes repeats the dequantization for each token. If memory has room between training
 steps, the weights are dequantized once per sampling phase, into one buffer, and used in plain matrix products. The base
 weights never change, so the values are bit for bit those that training computes with. Their dtype is the engine's
@@ -129,7 +126,6 @@ class AdapterCopy:
     """
 
     def __init__(self, loras: Sequence[LoRA], dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate memory for `loras`."""
         size = sum(lora.a.numel() + lora.b.numel() for lora in loras)
         self.room, self.taken = torch.zeros(size, dtype=dtype, device=device), 0
         self.sampled: dict[str, list[LoRA | None]] = {}  # by engine layer, the LoRA tensors that the engine reads

@@ -252,15 +252,14 @@ def device_options(capacity: Capacity) -> dict[str, Any]:
 
 
 def block_size(device: torch.device, max_seq_length: int, asked: int | None) -> dict[str, int]:
-    """Return the cache's block size in tokens: the one `asked` for, else vLLM's default, but BLOCK_ON_CPU for short
-    contexts on the CPU. Turns reuse only whole blocks of their history, so smaller blocks reuse more."""
+    """Return vLLM's option for the cache's block size in tokens: the size `asked` for, else BLOCK_ON_CPU for short
+    contexts on the CPU, else no option. Turns reuse only whole blocks of their history: smaller blocks reuse more."""
     if asked is None and (device.type == "cuda" or max_seq_length > SHORT):
         return {}
     return {"block_size": asked or BLOCK_ON_CPU}
 
 
 def on_card(policy: Policy) -> bool:
-    """Return True if the model is on a card, where vLLM can sleep."""
     return policy.device.type == "cuda"
 
 

@@ -100,7 +100,7 @@ class Product:
 
 def joined_bias(biases: list[Tensor | None], features: list[int], dtype: torch.dtype) -> Tensor | None:
     """Return the joined bias (sum of out,) in `dtype`, with zeros for matrices without one; None if none has one. It is
-    a view if the trainer's biases are adjacent in memory, else a copy, which stays valid because they are frozen."""
+    a view if the trainer's biases are adjacent in memory, else a copy, which stays valid because biases are frozen."""
     present = [bias.detach() for bias in biases if bias is not None]
     if not present:
         return None
