@@ -242,7 +242,7 @@ class StrategySettings:
 
 
 def needs(config: Any) -> dict[str, tuple[Any, ...]]:
-    """Return, by field, the values with which a group's gradient does not depend on groups that are sampled later."""
+    """Return the allowed values of each field for a run in which no group's gradient depends on later groups."""
     once = {"num_iterations": (1,), "steps_per_generation": (None, *range(1, config.gradient_accumulation_steps + 1)),
             "dynamic_sampling_rounds": (0,), "replay_buffer_size": (0,), "top_entropy_quantile": (1.0,),
             "entropy_coef": (0.0,), "use_adaptive_entropy": (False,), "scale_rewards": ("group", "none", None),

@@ -132,8 +132,9 @@ class ConversationEncoder(ExampleEncoder):
         return self.span_of_word(row, place, text)
 
     def span_of_last(self, row: dict[str, Any], before: str, text: str) -> tuple[int, int]:
-        """Return `span` of the last message if its prompt `before` is rendered differently in the whole text: from the
-        last generation prompt. UntoldError unless there are as many generation prompts as assistant messages."""
+        """Return `span` of the last message, from the text's last generation prompt on, for a template that renders the
+        message's prompt `before` differently in the whole text. UntoldError unless the text has as many generation
+        prompts as assistant messages."""
         earlier = row["messages"][:-1]
         shown = self.render_whole(earlier, row)
         head = BEGUN.sub("", before[len(shown) :]) if before.startswith(shown) else ""

@@ -74,7 +74,7 @@ class RoutedBlock(nn.Module):
         return y.view(*hidden_states.shape[:-1], -1)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return expert ids (T, k) int64 and gate values (T, k) float32, the live router's even for replayed ids."""
+        """Return expert ids (T, k) int64, and their gates (T, k) float32 by the live router, also for replayed ids."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         probabilities = self.logits(rows).softmax(-1, dtype=wide)
         ids = self.chosen(probabilities)

@@ -171,8 +171,8 @@ def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any
 def numbers_of_turn(
     rollout: Rollout, prompt_ids: list[int], before: int, count: int
 ) -> tuple[list[int], list[int], list[float]]:
-    """Return a turn as (ids of its context, sampled ids, their log-probabilities): the `count` sampled tokens of the
-    rollout after its first `before` sampled tokens."""
+    """Return (context ids, sampled ids, log-probabilities of the sampled ids) of a turn. The turn has `count` of the
+    rollout's sampled tokens, and earlier turns have `before` of them."""
     ids, trained = rollout.completion_ids, rollout.trained
     places = [place for place in range(len(ids)) if trained is None or trained[place]][before : before + count]
     if not places:

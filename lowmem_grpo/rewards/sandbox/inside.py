@@ -98,7 +98,7 @@ def limit(limits: dict[str, float]) -> None:
 
 
 class TextLoader(importlib.machinery.SourceFileLoader):
-    """A loader of a module from its source or syntax tree in memory: a file could be changed before it is read."""
+    """Loads a module from its source or syntax tree in memory. Untrusted code could change a file before it is read."""
 
     def __init__(self, path: str, source: Any) -> None:
         super().__init__("", path)
