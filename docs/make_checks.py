@@ -36,8 +36,8 @@ steps](#the-first-two-steps).
 Most checks read at most 256 rows of each dataset. No check calls a reward function or samples a completion;
 [`rewards.check`](rewards.md#check-rewards-before-a-run) does both.
 
-The tables list the worst severity of each check. A finding can be less severe: for example, "skipped rows" is an error
-if no row is left, and otherwise a warning.
+The tables list the worst severity of each check. A finding can be less severe: "skipped rows" is an error only if no
+row is left.
 """
 CHECK_TABLE = """
 **{}:**
@@ -47,20 +47,20 @@ CHECK_TABLE = """
 FIRST_STEPS = """
 ## The first two steps
 
-**Before the first step**, GRPOTrainer prints the estimated time of a step and of the run, if the GPU's [data sheet is
-known](plan.md#the-time-of-a-step).
+**Before the first step**, GRPOTrainer prints the estimated time of an optimizer step and of the run, if the GPU's [data
+sheet is known](plan.md#the-time-of-a-step).
 
 **After the first step**, GRPOTrainer warns if
 
 - in every group, all completions got the same reward;
 - more than half of the completions were cut off at `max_completion_length`;
 - a reward function returned NaN or infinity;
-- all reward functions returned None for all completions, for example because they cannot read the labels.
+- all reward functions returned None for all completions.
 
 If the step has four or more groups, GRPOTrainer also warns if the rewards differ in fewer than a quarter of the groups,
-and can warn that a single reward function adds nothing.
+and can warn that one of the reward functions adds nothing.
 
-**After the second step**, `train()` prints the time of this step and the time left.
+**After the second step**, `train()` prints the time per optimizer step and the time left.
 
 ## Alarms
 
@@ -81,8 +81,8 @@ TRL's names ([differences](migration.md#metrics-and-evaluation)).
 - **Final groups.** With dynamic sampling or a replay buffer, a step can train on other groups than those that it
   sampled. The tables call the groups that a step trains on *final groups*. Metrics of groups, rewards and completions
   are about the sampled groups, unless their meaning says otherwise.
-- **Evaluations.** An evaluation logs the metrics of rewards, groups, completions and episodes, and `loss`, `kl`,
-  `entropy` and `clip_ratio/*`. Their names then begin with `eval_`, or with `eval_DATASET_` if the evaluation data is a
+- **Evaluations.** GRPOTrainer's evaluations log the metrics of rewards, groups, completions and episodes, and `loss`,
+  `kl`, `entropy` and `clip_ratio/*`. In evaluations, names begin with `eval_`, or with `eval_DATASET_` if the data is a
   dict of datasets."""
 TABLE = """
 ### {}
@@ -94,7 +94,7 @@ METRICS = {
         "step, epoch, elapsed": "optimizer steps, passes over the dataset and seconds of training so far",
         "num_tokens": "prompt and completion tokens so far; a prompt counts once for each of its completions",
         "policy_version": "updates of the adapter so far",
-        "data/skipped_rows": "rows of the dataset that were skipped so far because they cannot be used",
+        "data/skipped_rows": "rows skipped so far because they cannot be used",
     },
     "Loss and optimizer": {
         "loss": "loss; in on-policy GRPO, it is usually near 0 and does not show progress",
@@ -114,9 +114,9 @@ METRICS = {
         "grad_norm": "norm of the gradient before clipping",
         "grad_norm/MODULE": "`grad_norm` of one kind of projection, such as `q_proj`",
         "learning_rate": "learning rate of the last step",
-        "optimizer/skipped": "1 if the optimizer skipped the step, because of NaN, infinity or a missing gradient",
+        "optimizer/skipped": "1 if the optimizer step was skipped, because of NaN, infinity or a missing gradient",
         "nonfinite/rollouts": "completions of the step with NaN or infinity",
-        "nonfinite/steps": "steps skipped so far because of NaN or infinity",
+        "nonfinite/steps": "optimizer steps skipped so far because of NaN or infinity",
         "micro_batches": "micro-batches of an optimizer step",
         "completions/trained": "completions that contributed to the gradient of an optimizer step",
         "completions/total": "completions in the final groups of an optimizer step",
@@ -129,8 +129,8 @@ METRICS = {
             "mean and standard deviation of the reward function NAME, over the completions that it scored",
         "rewards/NAME/invalid": "number of completions for which the reward function NAME returned NaN or infinity",
         "rewards/NAME/unjudged":
-            "number of completions for which a reward function NAME with `required = True` returned None; the groups "
-            "of these completions are not trained on",
+            "number of completions for which a reward function NAME with `required = True` and a weight other than 0 "
+            "returned None",
         "verdicts/NAME":
             "[verifier](rewards.md#verifiers) NAME: share of correct completions among those that the verifier "
             "could judge",
@@ -221,7 +221,7 @@ METRICS = {
         "tokens_per_second": "sampled tokens per second of sampling; in SFTTrainer: completion tokens per second",
         "sampling/most_together": "the most sequences that were decoded in one batch",
         "sampling/preemptions": "how many times the engine evicted a sequence because the key-value cache was full",
-        "train_while_sampling/share": "share of completions that were trained before all were sampled",
+        "train_while_sampling/share": "share of completions that were handed to training before all were sampled",
         "train_while_sampling/dropped": "1 if the training during sampling was discarded and repeated",
     },
     "Several processes": {
@@ -230,7 +230,8 @@ METRICS = {
             "seconds of the step in which the process RANK waited for other processes, and did not wait",
     },
     "Memory": {
-        "memory/peak_bytes, memory/reserved_bytes": "highest allocated and highest reserved memory so far",
+        "memory/peak_bytes": "highest allocated GPU memory so far; on a CPU, highest resident memory",
+        "memory/reserved_bytes": "highest reserved GPU memory in the training of the step",
         "memory/kv_bytes": "size of the key-value cache",
         "memory/generate_bytes, memory/train_bytes": "peak GPU memory of sampling and of training in the step",
         "memory/planned_generate_bytes, memory/planned_train_bytes": "planned peaks of sampling and of training",

@@ -162,7 +162,7 @@ ALARMS = (
     ),
     Alarm(
         "nonfinite", "NaN or infinity", "nonfinite/rollouts is above 0", 1,
-        outside(lambda rollouts: rollouts > 0, "nonfinite/rollouts"), "so the run skipped this step",
+        outside(lambda rollouts: rollouts > 0, "nonfinite/rollouts"), "so the run skipped an optimizer step",
         "read nonfinite.jsonl, which lists the affected rollouts and where the value appeared. Let reward functions "
         "return None for completions that they cannot judge, use bfloat16 instead of fp16, or lower learning_rate",
     ),
