@@ -231,7 +231,7 @@ METRICS = {
     },
     "Memory": {
         "memory/peak_bytes": "highest allocated GPU memory so far; on a CPU, highest resident memory",
-        "memory/reserved_bytes": "highest reserved GPU memory in the training of the step",
+        "memory/reserved_bytes": "highest reserved GPU memory so far",
         "memory/kv_bytes": "size of the key-value cache",
         "memory/generate_bytes, memory/train_bytes": "peak GPU memory of sampling and of training in the step",
         "memory/planned_generate_bytes, memory/planned_train_bytes": "planned peaks of sampling and of training",

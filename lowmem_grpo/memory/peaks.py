@@ -48,7 +48,7 @@ class PhasePeaks:
         self.device, self.plan = device, plan
         self.counted = device.type == "cuda"
         self.peaks: dict[str, int] = {}
-        self.highest = 0
+        self.highest = self.reserved = 0  # bytes; each phase resets torch's own peaks
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -56,19 +56,26 @@ class PhasePeaks:
         if not self.counted:
             yield
             return
-        self.highest = max(self.highest, torch.cuda.max_memory_allocated(self.device))
+        self.keep_highest()
         torch.cuda.reset_peak_memory_stats(self.device)
         try:
             yield
         finally:
-            self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated(self.device))
-            self.highest = max(self.highest, self.peaks[name])
+            self.peaks[name] = max(self.peaks.get(name, 0), self.keep_highest())
+
+    def keep_highest(self) -> int:
+        """Update the highest peaks so far; return torch's peak allocation since its last reset."""
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self.highest = max(self.highest, peak)
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self.device))
+        return peak
 
     def metrics(self) -> dict[str, int]:
-        """Return, in bytes, the highest peak so far, each phase's peak since the last call, and the planned bytes."""
+        """Return, in bytes, the highest peaks so far, each phase's peak since the last call, and the planned bytes."""
         if not self.counted:
             return {}
-        measured = {"memory/peak_bytes": self.highest} | {f"memory/{name}_bytes": at for name, at in self.peaks.items()}
+        measured = {"memory/peak_bytes": self.highest, "memory/reserved_bytes": self.reserved,
+                    **{f"memory/{name}_bytes": at for name, at in self.peaks.items()}}
         self.peaks = {}
         return measured if self.plan is None else measured | {
             "memory/planned_generate_bytes": self.plan.rollout, "memory/planned_train_bytes": self.plan.train}

@@ -203,4 +203,17 @@ def test_phases_on_a_card_have_peaks_of_their_own() -> None:
     found = peaks.metrics()
     assert found["memory/generate_bytes"] - held >= 2**22 > found["memory/train_bytes"] - held >= 2**20
     assert found["memory/peak_bytes"] >= found["memory/generate_bytes"]
-    assert set(peaks.metrics()) == {"memory/peak_bytes"}
+    assert peaks.metrics().keys() == {"memory/peak_bytes", "memory/reserved_bytes"}
+
+
+def test_the_highest_peaks_of_a_run_outlive_the_reset_that_each_phase_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"allocated": 5, "reserved": 9}  # before the first phase, as of loading
+    for name in now:
+        monkeypatch.setattr(torch.cuda, f"max_memory_{name}", lambda device, name=name: now[name])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: now.update(allocated=1, reserved=2))
+    peaks = PhasePeaks(torch.device("cuda:0"))
+    for phase, allocated, reserved in (("generate", 7, 8), ("train", 3, 4)):
+        with peaks.phase(phase):
+            now.update(allocated=allocated, reserved=reserved)
+    assert peaks.metrics() == {"memory/peak_bytes": 7, "memory/reserved_bytes": 9, "memory/generate_bytes": 7,
+                               "memory/train_bytes": 3}
