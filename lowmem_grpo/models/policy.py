@@ -146,7 +146,7 @@ class Policy:
         return drops(self.base)
 
     def follow_dropout(self) -> None:
-        """Before a pass, let checkpointed layers save random states if there is dropout now, and else stop saving them."""
+        """Before a pass, let checkpointed layers save random states if there is dropout, and else stop saving them."""
         if getattr(self.base, "is_gradient_checkpointing", False) and self.drops != self.dropped:
             kept = len(kept_layers(self.base))
             enable_checkpointing(self.base, True)
