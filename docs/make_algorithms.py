@@ -68,15 +68,16 @@ The formulas below are the policy term. Two more terms can be added to every los
       any adapter. `sync_ref_model=True` moves the reference towards the policy, as in TRL.
     - `kl_estimator` chooses the estimate. With `d = logp - ref`, "k1" is `d`, "k2" is `d^2 / 2`, and "k3" (default) is
       `exp(-d) - 1 + d`.
-    - `use_bias_correction_kl=True`, the default, multiplies the KL term by `w`.
+    - `use_bias_correction_kl=True`, the default, multiplies the KL term by `w` (with `vespo`, by `exp(logp - old)`).
     - `RLOOConfig` (default `beta=0.05`) and `advantage_estimator="reinforce++"` instead subtract `beta` times "k1" from
       the reward.
-- `-entropy_coef` times the mean entropy of the tokens. The default of `entropy_coef` is 0.
+- `-entropy_coef` (default 0) times the mean entropy of the tokens.
 
 Two options leave tokens out of the policy term:
 
-- `top_entropy_quantile=0.2` leaves out all tokens except the 20% with the highest entropy (arXiv 2506.01939).
-  `GRPOConfig` refuses a value below 1 with `gspo`, `gmpo`, `rloo` and `importance_sampling_level="sequence"`.
+- `top_entropy_quantile=0.2` leaves out all tokens except the 20% with the highest entropy, also in the entropy term
+  (arXiv 2506.01939). `GRPOConfig` refuses a value below 1 with `gspo`, `gmpo`, `rloo` and
+  `importance_sampling_level="sequence"`.
 - `off_policy_mask_threshold` leaves out a completion with A < 0 if the mean `logp` of its tokens has fallen by more
   than the threshold since the completion was sampled (DeepSeek-V3.2, arXiv 2512.02556)."""
 ADVANTAGES = """
@@ -129,8 +130,8 @@ STRATEGIES = (  # name, rule, when to use it, source
      "For data on which many groups are entirely right or entirely wrong, if sampling is cheap compared with training.",
      "DAPO, arXiv 2503.14476, section 3.2"),
     ("replay_buffer_size",
-     "Up to this many groups with signal are stored. In later generations, each stored group can replace one group "
-     "without signal; groups with the largest spread of rewards come first.",
+     "Up to this many groups with signal are stored. Each can replace one group without signal, once, in a later "
+     "generation; groups with the largest spread of rewards come first.",
      "For rare signal and expensive sampling. replay_max_age=N (default None) discards a stored group after N "
      "optimizer steps.",
      "RePO, arXiv 2506.09340; TRL's experimental trainer"),

@@ -238,7 +238,7 @@ LOSS_TYPES: dict[str, LossType] = {
     ),
     "luspo": LossType(
         clipped, mean_of_sequence_sums, CLIP | LEVEL, "-sum_step(clipped(w, A)) / completions of the optimizer step",
-        "GSPO without its length bias, with importance_sampling_level='sequence' as in the paper.",
+        "GSPO without its length bias. The paper sets importance_sampling_level='sequence'.",
         "LUSPO, arXiv 2602.05261", metrics="clip", in_trl=True,
     ),
     "gspo": LossType(
@@ -273,7 +273,7 @@ LOSS_TYPES: dict[str, LossType] = {
     "gmpo": LossType(
         gmpo, mean_of_sequence_means, {"epsilon": 0.4, "epsilon_high": None},
         "-mean_seq(exp(mean_t(d)) A), d = min(logp - old, epsilon_high) if A >= 0, else max(logp - old, -epsilon)",
-        "For steps in which a few tokens have extreme ratios, which move a geometric mean less.",
+        "For steps in which a few tokens have extreme ratios.",
         "GMPO, arXiv 2507.20673", metrics="gmpo",
     ),
     "rloo": LossType(
