@@ -33,7 +33,8 @@ class RecipeOptions:
     load_in_fp8: bool = False
     """Load the base model in FP8 with a scale for each row, which takes twice the memory of 4 bits."""
     engine: str = "auto"
-    """The engine that samples: "vllm", "transformers", or "auto" (vLLM if it is installed and there is a GPU)."""
+    """The engine that samples: "vllm", "transformers", or "auto" (vLLM if it is installed, supports the model, and the
+    GPU is newer than a T4)."""
     kv_cache_dtype: str = "auto"
     """The dtype of vLLM's KV cache: "auto" (the model's dtype), "fp8" or "fp8_e5m2". FP8 takes half the memory of 16
     bits."""

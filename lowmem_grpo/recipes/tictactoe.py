@@ -2,7 +2,7 @@
 
     lowmem-grpo run tictactoe                       # the embedded model of the games, in minutes on two CPU cores
     lowmem-grpo run tictactoe strengths=1           # train against perfect play only
-    lowmem-grpo run tictactoe test_strength=1       # measure against perfect play
+    lowmem-grpo run tictactoe test_strength=0.5     # measure against a stronger opponent
 """
 
 import random
