@@ -47,7 +47,7 @@ ENTRIES = [
           [('{"city": "Rome"}', True), ('{"town": "Rome"}', False)], {}, "jsonschema"),
     Entry("verifier", "format_match()",
           "the four tags of the example (or your `tags=`) occur once each, in order, with text in each pair and "
-          "nothing after the last tag",
+          "nothing after the last tag; `<think>` tags as in TRL's `think_format_reward`",
           [(STEPS, True)]),
     Entry("reward", "number_present()", "1 if the text has a number, else -1", [("it is 9", 1.0)]),
     Entry("reward", "number_equal()", "3 if the last number equals the label, else -3",
