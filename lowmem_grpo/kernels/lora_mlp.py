@@ -46,8 +46,8 @@ def lora_mlp(
     Params4bit. With `up=None`, `gate` has both: as one matrix (2 F, in), gate's rows first, with one LoRA (as in
     Phi-3), or as a quantized weight of two adjacent matrices, gate and up, each with its own LoRA. activation: "silu",
     "gelu_tanh" or "gelu". With `tile_rows` (at least 1; out = in) rows are computed in tiles of that size, and the
-    backward pass computes gate and up again. Without it, the backward pass overwrites gate and up, and a second
-    backward pass raises RuntimeError.
+    backward pass computes the two projections' outputs again. Without it, these outputs are saved, and the backward
+    pass overwrites them, so that a second one raises RuntimeError.
     """
     inner = [frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
     both = len(list(lora.shapes_of(inner))) == 1

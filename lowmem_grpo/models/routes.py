@@ -168,7 +168,7 @@ class Replay:
     live router's, once per layer: not again when layers are recomputed in backward."""
 
     def __init__(self, routes: Tensor, routed: Tensor | None = None) -> None:
-        """Replay routes (T, layers, k); `routed` (T,) bool masks the tokens that have any, None means all."""
+        """Replay routes (T, layers, k). `routed` (T,) bool is True for tokens with routes; None if all have routes."""
         self.routes, self.routed = routes, routed
         self.differing: dict[int, Tensor] = {}  # by layer: number of recorded experts that are not among the live ones
 
@@ -189,7 +189,7 @@ class Replay:
 
 def replay_of(batch: MicroBatch, config: Any, layers: int) -> Replay | None:
     """Return the replay of a micro-batch's routes for one pass; None without routes. ValueError if the routes do not
-    fit a model of this config that has experts in `layers` of its layers."""
+    fit the config of a model in which `layers` (a number) layers have experts."""
     if batch.routes is None:
         return None
     got, needed = tuple(batch.routes.shape[1:]), (layers, config.get_text_config().num_experts_per_tok)
