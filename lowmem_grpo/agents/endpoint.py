@@ -98,6 +98,7 @@ class Endpoint:
 
 
 def check_address(host: str, port: int) -> None:
+    """Raise ValueError for a host that is not loopback, or an invalid port."""
     if host not in HOSTS:
         raise ValueError(f"host is {host!r}; an endpoint answers on {LOOPBACK} only, since whoever reaches it uses "
                          "this machine. Leave host out, and reach it from elsewhere through a tunnel: "

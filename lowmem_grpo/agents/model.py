@@ -237,6 +237,7 @@ def groups_of(rollouts: Any) -> list[TrajectoryGroup]:
 
 
 def mapping_of(state: Any) -> dict[str, Any]:
+    """Return a state as a dict; TypeError if it is not a mapping."""
     if not isinstance(state, Mapping):
         raise TypeError(f"a state is a dict such as {{'epoch': 1}}, and got {described(state)}")
     return dict(state)

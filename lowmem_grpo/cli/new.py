@@ -187,6 +187,7 @@ def write_recipe(recipe: "NewRecipe", told: list[str], rows: str = "") -> list[s
 
 
 def save(recipe: Path, text: str, rows: str = "") -> None:
+    """Write the example rows and the recipe. ValueError if the folder cannot be written to."""
     try:
         recipe.parent.mkdir(parents=True, exist_ok=True)
         if rows:

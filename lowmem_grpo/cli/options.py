@@ -160,6 +160,7 @@ def recipe_help(path: Path) -> str:
 
 
 def parsed(path: Path) -> ast.Module:
+    """Return a file's syntax tree. ValueError if it cannot be read or parsed."""
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, SyntaxError, ValueError) as error:

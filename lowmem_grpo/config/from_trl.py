@@ -140,6 +140,7 @@ def only_pads(collator: Any) -> bool:
 
 
 def check_model(model: Any, trainer: type) -> None:
+    """Raise TypeError if a trainer was given no model."""
     if model is None:
         raise TypeError(f"{trainer.__name__} needs model: what FastLanguageModel.get_peft_model returned, a model of "
                         'transformers or of PEFT, or a name, such as "Qwen/Qwen2.5-1.5B-Instruct" or "tiny"')

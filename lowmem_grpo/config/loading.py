@@ -153,6 +153,7 @@ class EngineSettings:
 
 
 def check_engine(fast_inference: bool | str) -> None:
+    """Raise ValueError for an unknown engine."""
     if fast_inference not in ENGINES:
         raise ValueError(f'fast_inference is {fast_inference!r}; allowed are True, False, "transformers" and "vllm"')
 

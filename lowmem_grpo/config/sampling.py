@@ -225,6 +225,7 @@ class StrategySettings:
         self.check_replay()
 
     def check_replay(self) -> None:
+        """Raise ValueError for a `replay_max_age` without replay."""
         if self.replay_max_age is not None and not self.replay_buffer_size:
             raise ValueError(f"replay_max_age is {self.replay_max_age}, and nothing is replayed: set "
                              "replay_buffer_size, or leave replay_max_age out")

@@ -127,6 +127,7 @@ def has_format(tokenizer: Any, form: ChatFormat, end: str) -> bool:
 
 
 def format_of(name: str) -> ChatFormat:
+    """Return the format of this name; ValueError, with the known names, for an unknown one."""
     if name.lower() not in FORMATS:
         raise ValueError(f"chat_template is {name!r}; known are {', '.join(FORMATS)}. For another one pass (template, "
                          f"end token), or set tokenizer.chat_template yourself{suggestion(name.lower(), FORMATS)}")

@@ -141,6 +141,7 @@ def check_columns(source: str, columns: Sequence[str], wanted: Collection[str]) 
 
 
 def check_prompt_column(source: str, columns: Sequence[str], wanted: str) -> None:
+    """Raise ValueError if `wanted`, the prompt column, is not in `columns`. If `columns` is empty, check nothing."""
     if columns and wanted not in columns:
         raise ValueError(f"{source} has no column {wanted!r}; it has {listed(columns)}. Name the one with the prompts: "
                          "--prompt-column NAME")

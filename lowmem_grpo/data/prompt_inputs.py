@@ -87,6 +87,7 @@ def encode(tokenizer: Any, prompt: Any, vocabulary: int = sys.maxsize) -> Encode
 
 
 def known_ids(ids: Any, vocabulary: int) -> list[int]:
+    """Return token ids as a list; ValueError for an id that the model lacks."""
     if wrong := [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]:
         raise ValueError(f"a prompt has the token id {wrong[0]!r}; the model's are 0 to {vocabulary - 1}. A token that "
                          "was only added to the tokenizer has no weights: leave it out of the prompt")
@@ -99,6 +100,7 @@ def half_pair(text: str, name: str) -> str:
 
 
 def whole_text(text: str) -> str:
+    """Return the text; ValueError if it has a lone surrogate (half of a pair)."""
     if why := half_pair(text, "a prompt"):
         raise ValueError(f"{why}: write it as text.encode('utf-8', 'replace').decode()")
     return text
@@ -154,6 +156,7 @@ def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> li
 
 
 def name_of(call: Any) -> str:
+    """Return the name of the function in a tool call. ValueError if it has none."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):

@@ -87,6 +87,7 @@ class PromptEncoder:
         return chat_text(self.tokenizer, messages, options)
 
     def need_template(self) -> None:
+        """Raise DataError if the tokenizer has no chat template."""
         if not self.tokenizer.chat_template:
             raise DataError("the dataset holds chat messages, and the tokenizer has no chat template: set "
                             "tokenizer.chat_template, load an instruct model, or make `prompt` a plain string")

@@ -119,6 +119,7 @@ class StreamSource(PromptSource):
         return float(self.rounds)
 
     def take(self, count: int) -> list[Prompt]:
+        """Return the next `count` usable prompts; skip and count unusable rows. DataError if all rows are unusable."""
         prompts: list[Prompt] = []
         while len(prompts) < count:
             row = self.dataset.draw()

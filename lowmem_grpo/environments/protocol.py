@@ -159,6 +159,8 @@ class EnvHandle:
         return type(self.made).__name__
 
     def call(self, method: str, *values: Any, **named: Any) -> Any:
+        """Call a method of the environment; any error, except from a late call, becomes an
+        EnvironmentFailedError."""
         return self.tried(method, getattr(self.made, method), *values, **named)
 
     def tried(self, method: str, function: Callable[..., Any], *values: Any, **named: Any) -> Any:

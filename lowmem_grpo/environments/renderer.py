@@ -118,6 +118,7 @@ class Renderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None,
                  template_kwargs: dict[str, Any] | None = None) -> None:
+        """`tools` are OpenAI schemas. RendererError if there is no chat template."""
         self.template = ChatTemplate(tokenizer, tools, template_kwargs)
         self.marks = self.template.marks
         self.seams: dict[Shape, TurnBoundary] = {}
@@ -184,10 +185,12 @@ class PlainRenderer:
         self.tokenizer, self.marks = tokenizer, SpecialTokens(tokenizer)
 
     def first(self, prompt: str | Sequence[Message], trusted: int | None = None) -> list[int]:
+        """Return the prompt of the first turn, (P,): a text, or the texts of messages."""
         text = prompt if isinstance(prompt, str) else "".join(str(message["content"]) for message in prompt)
         return text_ids(self.tokenizer, text)
 
     def bridge(self, messages: Sequence[Message], ended: bool) -> list[int]:
+        """Return the tokens (B,) between a sampled completion and the next one; `ended` makes no difference."""
         stand_ins = StandIns(self.marks, messages)
         said = "".join(f"\n{stand_ins.defused(message)['content']}" for message in checked(messages)) + "\n"
         return stand_ins.encode(said)
@@ -196,6 +199,7 @@ class PlainRenderer:
         return bool(completion_ids) and completion_ids[-1] == self.tokenizer.eos_token_id
 
     def render_anew(self, messages: Sequence[Message], trusted: int) -> list[int]:
+        """Raise RendererError: without a chat template the conversation cannot be re-rendered."""
         raise RendererError("history='template' renders the conversation with the chat template for each turn, and a "
                             "prompt that is a plain string has none",
                             "use history='append', or make `prompt` a list of chat messages")

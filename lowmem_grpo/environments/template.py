@@ -153,6 +153,7 @@ def checked(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def refusal(messages: Iterable[Message], why: str) -> RendererError:
+    """Return a RendererError that names the roles of the messages, the reason, and what to do."""
     roles = ", ".join(message["role"] for message in messages)
     fix = f"use a model family whose template has tools ({FAMILIES})" if "tool" in roles else "use another template"
     return RendererError(f"the chat template cannot render messages of the roles {roles} ({' '.join(why.split())})",

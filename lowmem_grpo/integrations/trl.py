@@ -42,6 +42,7 @@ def use_lowmem_kernels(trainer_class: type | None = None) -> type:
 
 
 def check_version(version: str) -> None:
+    """Raise ImportError for a version of TRL that was not checked."""
     if version not in SpecifierSet(TRL):
         raise ImportError(f"trl is {version}; allowed is {TRL}, on which the overridden method was checked. "
                           f"pip install 'trl{TRL}'")

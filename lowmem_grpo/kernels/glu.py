@@ -135,6 +135,7 @@ def new_gradients(gate: Tensor, fused: bool) -> list[Tensor]:
 
 
 def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return activation(gate) * up, (N, F)."""
     rows, columns = gate.shape
     gate, up, out = rows_of(gate), rows_of(up), gate.new_empty(gate.shape)
     launch = launch_rule(columns)
@@ -156,6 +157,7 @@ def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) 
 
 
 def glu_fwd_cpu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """Return act(gate) * up, (N, F)."""
     return activate_ref(gate, activation).mul_(up).contiguous()  # in one buffer
 
 

@@ -255,6 +255,7 @@ def logprob_tile_bwd_triton(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, temperature: float, scale: float, softcap: float | None,
     ignore_index: int, first: int, gradient_dtype: torch.dtype,
 ) -> None:
+    """Write the gradient d over one tile of logits (N, T)."""
     rows, columns = logits.shape
     gradient = packed_gradient(logits, gradient_dtype)
     if rows:

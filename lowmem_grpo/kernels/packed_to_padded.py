@@ -174,6 +174,7 @@ def sum_copies_triton(grads: list[Tensor], sources: Tensor, places: Tensor, copi
 
 
 def new_rows(packed: list[Tensor], sources: Tensor, places: Tensor | None, width: int) -> list[Tensor]:
+    """Return uninitialised y (S, H, W, K) for each x (T, H, K)."""
     return laid_side_by_side([part.new_empty(len(sources), *part.shape[1:]) for part in packed], width)
 
 
@@ -182,6 +183,7 @@ sum_copies = custom_op("sum_copies", sum_copies_ref, sum_copies_triton, fake=new
 
 
 class PackedToPadded(torch.autograd.Function):
+    """Maps each packed tensor (T, H, K) to padded (S, H, W, K)."""
     @staticmethod
     def forward(ctx, sources, places, copies, width, *packed):
         ctx.save_for_backward(sources, places, copies)
@@ -198,6 +200,7 @@ class PackedToPadded(torch.autograd.Function):
 
 
 class PaddedToPacked(torch.autograd.Function):
+    """Maps padded (S, H, W, K) to packed (T, H, K)."""
     @staticmethod
     def forward(ctx, sources, places, side_by_side):
         ctx.save_for_backward(sources, places)

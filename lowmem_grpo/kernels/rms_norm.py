@@ -145,6 +145,7 @@ def new_results(
 
 
 def adjacent(rows: Tensor) -> Tensor:
+    """Return rows (N, D) whose columns are adjacent in memory, copied only if they are not."""
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -221,6 +222,7 @@ rms_norm_bwd = custom_op(
 
 
 class RMSNormFunction(torch.autograd.Function):
+    """Maps rows (N, D) to (y, residual + x or None)."""
     @staticmethod
     def forward(ctx, x, weight, residual, eps, offset, round_once):
         y, total, rstd = rms_norm_fwd(x, weight, residual, eps, offset, round_once)

@@ -241,6 +241,7 @@ class AdvantageSettings:
 
 
 def weights_of(settings: AdvantageSettings, count: int) -> list[float]:
+    """Return the weights of `count` rewards. ValueError if the settings have another number of weights."""
     weights = settings.reward_weights or [1.0] * count
     if len(weights) != count:
         raise ValueError(f"reward_weights has {len(weights)} numbers for {count} rewards: {weights}; give one for each")
@@ -263,6 +264,7 @@ def advantages_of(rewards: Tensor, settings: AdvantageSettings, baselines: Tenso
 
 
 def summed_rewards(rewards: Tensor, weights: Tensor, settings: AdvantageSettings) -> Tensor:
+    """Return weighted sums (P, G) of rewards (P, G, R), within `reward_clip_range`."""
     sums, limits = combine_rewards(rewards, weights), settings.reward_clip_range
     return sums if limits is None else sums.clamp(*limits)
 

@@ -17,10 +17,12 @@ class Report:
         self.counts: dict[str, float] = {}
 
     def mean(self, name: str, values: Tensor) -> None:
+        """Add the mean of values (N,), if there are any."""
         if values.numel():
             self.metrics[name], self.counts[name] = values.detach().mean(), float(len(values))
 
     def extremes(self, name: str, values: Tensor, *kinds: str) -> None:
+        """Add the "min", the "max" or both of values (N,), if there are any."""
         if values.numel():
             self.metrics |= {f"{name}{kind}": getattr(values, kind)() for kind in kinds}
 
@@ -41,6 +43,7 @@ def of_sequences(flags: Tensor, tokens: LossTokens, fill: float | None = None) -
 
 
 def counted(flags: Tensor, tokens: LossTokens, per_sequence: bool) -> Tensor:
+    """Return the values that a mean is taken over: `flags` (N,), or with `per_sequence` their mean in each sequence."""
     return of_sequences(flags, tokens) if per_sequence else flags.to(tokens.logprobs.dtype)
 
 

@@ -46,6 +46,7 @@ class Reducer:
             self.samples.setdefault(name, []).append(values)
 
     def sampled(self, name: str) -> Tensor:
+        """Return all values of this name, (N,)."""
         return torch.cat(self.samples.get(name) or [torch.empty(0)])
 
     def result(self) -> dict[str, float]:

@@ -191,6 +191,7 @@ def given(value: float | None, default: float | Tensor) -> float:
 
 
 def needed(values: Tensor | None, name: str, why: str) -> Tensor:
+    """Return the values; ValueError if they are None."""
     if values is None:
         raise ValueError(f"{why}, which needs {name}; pass it, or leave the option out")
     return values

@@ -144,6 +144,7 @@ def in_8_bits(cache_dtype: str) -> bool:
 
 
 def cache_itemsize(cache_dtype: str, itemsize: int = 2) -> int:
+    """Return the bytes of one number in the KV cache; `itemsize` is that of the model's dtype."""
     return 1 if in_8_bits(cache_dtype) else itemsize
 
 

@@ -199,6 +199,7 @@ def check_images(config: Any, name: str) -> None:
 
 
 def check_float16(config: Any) -> None:
+    """Raise ValueError for a model that cannot compute in float16."""
     row = family_of(config)
     if row is not None and row.only_bfloat16:
         raise ValueError(NO_FLOAT16.format(row.name))

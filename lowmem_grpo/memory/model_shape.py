@@ -180,6 +180,7 @@ class ModelShape:
         return layers + 2 * self.hidden + angles + per_layer
 
     def layer_bytes(self, form: str) -> int:
+        """Return the bytes of one layer with its norms."""
         linears = sum(linear.bytes_in(form) + 2 * linear.bias * linear.rows for linear in self.linears())
         if form == layer_forms.NF4:  # adjacent weights' offsets are stored per nested block, not per weight
             side_by_side = (group for group in self.groups() if len(group) > 1)
@@ -285,6 +286,7 @@ def plain_name(name: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
+    """Return the fields of a config.json; ValueError if it cannot be read, with the reason."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:

@@ -137,6 +137,7 @@ class RewardModel(Reward):
 
     @property
     def weight_bytes(self) -> int:
+        """The bytes of the model's weights."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

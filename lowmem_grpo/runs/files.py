@@ -37,6 +37,7 @@ def place_fault(folder: Path, option: str = "output_dir") -> tuple[str, str] | N
 
 
 def check_place(folder: Path, option: str) -> None:
+    """Raise OSError if the folder given by `option` cannot be written to."""
     if fault := place_fault(folder, option):
         raise OSError("; ".join(fault))
 

@@ -149,6 +149,7 @@ class NoRecords(RunRecords):
 
 
 def unwritten(path: Path, needed: int, free: int | None, error: OSError) -> RecordError:
+    """Return the error for `needed` bytes that could not be written to `path`; `free` bytes were free before."""
     return RecordError(f"{refused(path, error, needed, free)}. What was written before is whole; afterwards go on with "
                        "trainer.train(resume_from_checkpoint=True)")
 

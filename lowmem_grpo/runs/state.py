@@ -134,6 +134,7 @@ class Clock:
             self.seconds[name] += time.perf_counter() - began
 
     def moved_to_train(self, seconds: float) -> None:
+        """Count `seconds` of the phase "generate" as "train" instead."""
         self.seconds["train"] += seconds
         self.seconds["generate"] -= seconds
 

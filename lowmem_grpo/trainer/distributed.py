@@ -258,6 +258,7 @@ def ranks() -> Ranks:
 
 @cache
 def joined(place: Place) -> Ranks:
+    """Wait until all processes of this launch have joined, and return the ranks. RankError if some do not join."""
     if place.count == 1:
         return Ranks(place)
     try:

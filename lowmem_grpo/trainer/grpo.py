@@ -146,6 +146,7 @@ class GRPOTrainer(Trainer):
         return self.collector.sampled
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
+        """Return the sampled groups' rewards, lengths and speed, measured and planned seconds, and memory use."""
         return {**self.collector.metrics(groups, self.clock.seconds["generate"]),
                 **super().measured(before, groups, timing)}
 

@@ -167,4 +167,5 @@ class GRPOObjective(Objective):
 
 
 def at(batch: MicroBatch, values: Tensor | None) -> Tensor | None:
+    """Return the values (N,) of a tensor (T,) at the batch's trained tokens; None if `values` is None."""
     return None if values is None else batch.at_trained(values)

@@ -196,6 +196,7 @@ def known_run(trainer: TrlApi) -> tuple[dict[str, Any], bool]:
 
 
 def log_summary(trainer: TrlApi, seconds: float) -> None:
+    """Log the summary of a run that took `seconds`, as the last line of the history."""
     parameters = trainer.policy.base.num_parameters(exclude_embeddings=True)
     trainer.summary = summary(trainer.state, trainer.losses, trainer.samples_seen, seconds, parameters)
     trainer.log(trainer.summary)

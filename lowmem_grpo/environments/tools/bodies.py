@@ -93,6 +93,7 @@ def glm_calls(body: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def add(arguments: dict[str, str], key: str, value: str) -> None:
+    """Add an argument; CallError if it is given twice."""
     if key in arguments:
         raise CallError(f"{key[:60]} is given twice")
     arguments[key] = value

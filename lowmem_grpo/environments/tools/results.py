@@ -36,6 +36,7 @@ class FinalResult(str):
 
 
 def refuse_images(content: Any, source: str) -> None:
+    """Raise DataError if a part of a message's content is an image; the error names `source`."""
     if any(part.get("type") in IMAGE_PARTS for part in content if isinstance(part, dict)):
         raise DataError(f"{source} gave an image, and images are not supported: only text is trained here. "
                         "Return what it shows as text")

@@ -72,6 +72,7 @@ def tool_of(function: Any) -> Tool:
 
 
 def checked_name(tool: Tool) -> Tool:
+    """Return the tool; ToolSchemaError if its name is not allowed."""
     if not NAME.fullmatch(tool.name):
         raise ToolSchemaError(f"a tool cannot be called {tool.name!r}: a name begins with a letter and has letters, "
                               "digits, _, . and - after it, 64 at most; rename the function")
@@ -186,6 +187,7 @@ class Toolbox:
 
 
 def named(tools: list[Tool]) -> dict[str, Tool]:
+    """Return the tools by name. ValueError for a duplicate name."""
     by_name: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in by_name:

@@ -99,6 +99,7 @@ class PagePool:
 
     @property
     def bytes_in_use(self) -> int:
+        """The host bytes of the pages in use."""
         return len(self.in_use) * self.page_bytes
 
     def take_pages(self, num_bytes: int) -> list[Tensor]:

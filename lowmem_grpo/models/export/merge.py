@@ -156,6 +156,7 @@ def check_layers(weights: list[Weight], pairs: dict[str, LoraPair]) -> None:
 
 
 def size_of(weight: Weight, dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor in the written file."""
     return math.prod(weight.shape) * written_dtype(weight, dtype).itemsize
 
 

@@ -20,6 +20,7 @@ def split_of(text: str) -> str:
 
 
 def check_split(split: str) -> None:
+    """Raise ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f'split is {split!r}; allowed are "train" and "test"')
 

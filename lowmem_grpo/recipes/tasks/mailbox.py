@@ -194,6 +194,7 @@ def mailbox(name: str, seed: int = 0) -> Mailbox:
 
 
 def check_name(name: str) -> None:
+    """Raise ValueError for an unknown mailbox."""
     if name not in WORLDS:
         raise ValueError(f"mailbox is {name!r}; allowed: {', '.join(WORLDS)}")
 

@@ -216,6 +216,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def watch(done: threading.Event, seconds: float) -> None:
+    """Send SIGNAL to the main thread after `seconds`, then every AGAIN seconds, until `done` is set."""
     main: Any = threading.main_thread().ident
     while not done.wait(seconds):
         signal.pthread_kill(main, SIGNAL)

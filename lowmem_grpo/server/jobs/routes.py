@@ -92,6 +92,7 @@ class JobsSource:
         return [self.listed(job, user) for job in sorted(jobs, key=lambda job: job.state not in LIVE)[:MOST_LISTED]]
 
     def act(self, run: Listed, action: str) -> None:
+        """Stop or resume a job. ValueError if it is not possible any more."""
         self.queue.cancel(int(run.name)) if action == "stop" else self.queue.resume(int(run.name), [])
 
     def listed(self, job: Job, user: User) -> Listed:

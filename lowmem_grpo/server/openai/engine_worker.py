@@ -181,5 +181,6 @@ class EngineWorker:
             return answers.likeliest(call.ids, drawn)
 
     def check_elsewhere(self, advice: str) -> None:
+        """Raise RuntimeError if called in the worker's thread, which runs one item at a time."""
         if threading.current_thread() is self.thread:
             raise RuntimeError(f"this runs at the worker already, which does one thing at a time; {advice}")

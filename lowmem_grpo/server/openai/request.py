@@ -183,6 +183,7 @@ class CompletionRequest(Body, extra="forbid"):
 
     @model_validator(mode="after")
     def check_together(self) -> Self:
+        """Raise ChatError for fields that contradict each other."""
         if self.stream_options and not self.stream:
             raise ChatError(400, "stream_options is given without stream; set stream to true", "stream_options")
         return self
@@ -236,6 +237,7 @@ class ChatRequest(CompletionRequest):
 
     @model_validator(mode="after")
     def check_names(self) -> Self:
+        """Raise ChatError if max_tokens contradicts its newer name, or top_logprobs lacks logprobs."""
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise ChatError(400, f"max_tokens is {old} and max_completion_tokens is {new}, which mean the same; give "
@@ -279,6 +281,7 @@ class TextRequest(CompletionRequest):
 
     @model_validator(mode="after")
     def check_count(self) -> Self:
+        """Raise ChatError if the request asks for more than MOST_TEXTS completions."""
         if (count := len(self.prompt) * self.n) > MOST_TEXTS:
             raise ChatError(400, f"{len(self.prompt)} prompts with n={self.n} ask for {count} completions; at most "
                                  f"{MOST_TEXTS} are made for a request", "prompt", "invalid_value")

@@ -188,6 +188,7 @@ class EngineSession:
                 call.future.set_exception(error)
 
     def check_done(self) -> None:
+        """Raise RuntimeError if the engine ended the session without answering all calls."""
         if self.open:
             name = getattr(self.engine, "name", self.engine)
             raise RuntimeError(f"the engine {name} did not answer {len(self.open)} of its calls")

@@ -98,6 +98,7 @@ class Completions:
             raise errors[-1]
 
     def check_queue(self) -> None:
+        """Raise ChatError if too many requests wait for a slot."""
         waiting = self.slots.statistics().tasks_waiting
         if self.slots.available_tokens < 1 and waiting >= self.limits.queue:
             raise ChatError(429, f"{self.limits.concurrent} requests are being answered and {waiting} wait; come again "

@@ -39,6 +39,7 @@ class Session:
         self.lock = threading.Lock()
 
     def check(self) -> None:
+        """Raise ChatError if the session has reached its limit of replies."""
         if len(self.replies) >= self.limits.session_replies:
             raise ChatError(429, f"this session has had its {self.limits.session_replies} replies; end the rollout "
                                  "earlier, or raise session_replies of Limits", None, "session_full", NO_RETRY)

@@ -102,6 +102,7 @@ class LoadIntoNew(LoadWeights):
 
 
 class KeepFor(Body):
+    """The number of seconds from now after which weights expire; None keeps them."""
     ttl_seconds: Positive | None  # None keeps them
 
 

@@ -79,6 +79,7 @@ class CheckpointStore:
         return self.folder / f"{model.replace(':', '_')}.{kind}.{seq}.{name}{suffix}"
 
     def check_free(self, path: str, owner: str, overwrite: bool) -> None:
+        """Raise ValueError if weights of this name exist and are not to be overwritten."""
         if not overwrite:
             with suppress(UnknownError):
                 self.find(path, owner)

@@ -189,6 +189,7 @@ def ids_of(chunks: Any, where: str, bounds: ModelBounds) -> list[int]:
 
 
 def check_ids(ids: Tensor, where: str, bounds: ModelBounds) -> None:
+    """Raise ValueError for an id outside the model's vocabulary."""
     wrong = ((ids < 0) | (ids >= bounds.vocabulary)).nonzero()
     if len(wrong):
         place = int(wrong[0])

@@ -29,6 +29,7 @@ class Served:
     context: int
 
     def check_base(self, name: Any) -> None:
+        """Raise ValueError for the name of another model."""
         if name not in (self.name, self.loaded_as):
             raise ValueError(f"base_model is {name!r}; this server has {self.loaded_as!r}")
 

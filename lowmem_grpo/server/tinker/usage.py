@@ -73,6 +73,7 @@ class Usage:
             self.samples[owner] -= 1
 
     def check_model(self, model: str, owner: str) -> None:
+        """Raise ValueError if this is a new model and its user has reached the limit of models."""
         have, may = {each.id for each in self.store.models(owner)}, self.allowances[owner].models
         if model not in have and len(have) >= may:
             raise ValueError(f"models: this key has {len(have)}, and may have {may}: unload those that are done "
@@ -80,6 +81,7 @@ class Usage:
                              "clients, and they make room by themselves")
 
     def check_storage(self, owner: str, more: int) -> None:
+        """Raise ValueError if `more` bytes on the disk would exceed the user's storage."""
         have, may = self.stored(owner), self.allowances[owner].storage
         if have + more > may:
             raise ValueError(f"storage: this key has {size_text(have)} on the disk, this takes {size_text(more)} more, "

@@ -242,4 +242,5 @@ def digest_of_rows(rows: Any) -> str:
 
 
 def digest(*parts: bytes) -> str:
+    """Return a short hash of the bytes."""
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]

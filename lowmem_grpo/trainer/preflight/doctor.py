@@ -157,6 +157,7 @@ def look_at_card(torch: Any, checkup: Checkup) -> None:
 
 
 def card_facts(torch: Any) -> dict[str, Any]:
+    """Return the first card's name, bytes, compute capability and bfloat16 support, and the number of cards."""
     free, total = torch.cuda.mem_get_info(0)
     major, minor = torch.cuda.get_device_capability(0)
     return {"name": torch.cuda.get_device_name(0), "count": torch.cuda.device_count(), "total_bytes": total,

@@ -107,6 +107,7 @@ def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
 
 
 def optimizer_bytes(subject: Subject) -> int:
+    """Return the bytes of the optimizer's states."""
     return int(sum(p.numel() for p in subject.policy.trainable) * OPTIMIZER_BYTES[subject.args.optim])
 
 

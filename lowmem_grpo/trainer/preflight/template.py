@@ -1,4 +1,5 @@
 """Checks of the chat template, of the tokens that end a completion, and of token ids beyond the model's vocabulary.
+Padding may be a token that ends completions, since masks come from lengths.
 
 In a multi-turn run the template may rewrite earlier messages when new ones follow. `history="append"` never renders a
 turn again. With `history="template"`, a new training sequence begins where sampled text was rewritten.
