@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 METRICS, COMPLETIONS, SUMMARY, REPORT = "metrics.jsonl", "completions.jsonl", "summary.json", "report.html"
 FINAL, NONFINITE, EARLIER = "adapter", "nonfinite.jsonl", "earlier"
-OF_A_RUN = (COMPLETIONS, REPORT, NONFINITE, FINAL, "tensorboard", METRICS, SUMMARY)  # besides its checkpoints
+TENSORBOARD = "tensorboard"
+OF_A_RUN = (COMPLETIONS, REPORT, NONFINITE, FINAL, TENSORBOARD, METRICS, SUMMARY)  # besides its checkpoints
 
 
 class RecordError(RuntimeError):
@@ -44,8 +45,8 @@ class RunRecords:
         names = [name for name in [*self.checkpoints(), *OF_A_RUN] if os.path.lexists(self.run_dir / name)]
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            if not names and not moving.exists():
-                return None
+            if names in ([], [TENSORBOARD]) and not moving.exists():
+                return None  # a trainer that has only evaluated writes no more than that
             moving.mkdir(parents=True, exist_ok=True)
             for name in names:
                 os.rename(self.run_dir / name, moving / name)
