@@ -208,10 +208,10 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
 
 
 def folder_at(name: str, path: Any, kind: str = "") -> Path:
-    """Return the folder that the user named, with "~" expanded; ValueError for a value that names no folder."""
+    """Return the absolute path of the folder that the user named; ValueError for a value that names no folder."""
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise ValueError(f"{name} is {path!r}; it must be a folder's name{kind}")
-    return Path(path).expanduser()
+    return Path(path).expanduser().absolute()
 
 
 @contextmanager

@@ -204,6 +204,9 @@ class TensorboardSink(Sink):
         self.writer: Any = None
         self.early: list[tuple[dict[str, float], int]] | None = []  # lines before the first `train`; None after
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.folder = Path(args.output_dir).absolute() / TENSORBOARD
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         early, self.early = self.early or [], None
         if self.writer is not None and not Path(self.writer.log_dir).is_dir():  # it moved away with an earlier run
@@ -217,7 +220,7 @@ class TensorboardSink(Sink):
         if self.early is not None:
             self.early.append((values, step))
         if self.writer is None:
-            self.writer = SummaryWriter(f"{args.output_dir}/{TENSORBOARD}")
+            self.writer = SummaryWriter(str(self.folder))
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()

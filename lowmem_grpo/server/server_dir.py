@@ -108,7 +108,7 @@ class ServerDir:
     """The folder of a server, locked so that one server at a time uses it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.expanduser()
+        self.folder = folder.expanduser().absolute()
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[Database]:

@@ -214,7 +214,7 @@ class TrlApi:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the adapter and the tokenizer to a folder, by default output_dir."""
-        self.model.save_pretrained(str(output_dir or self.args.output_dir))
+        self.model.save_pretrained(str(output_dir or self.run_dir))
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None,
                           tags: Any = None, **_: Any) -> None:

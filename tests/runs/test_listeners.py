@@ -157,11 +157,11 @@ def test_tensorboard_gets_what_transformers_callback_writes_before_in_and_after_
     theirs.logging_dir = str(tmp_path / "theirs")
     for sink, args in ((listeners.TensorboardSink(), SFTConfig(output_dir=tmp_path)),
                        (theirs, TrainingArguments(output_dir=str(tmp_path)))):
-        for step, event in enumerate(("on_log", "on_train_begin", "on_log", "on_train_end", "on_log")):
+        for step, event in enumerate(("on_init_end", "on_log", "on_train_begin", "on_log", "on_train_end", "on_log")):
             details = {"logs": {"loss": 0.5 * step, "eval_loss": 0.25, "test_loss": 1.0}} if event == "on_log" else {}
             getattr(sink, event)(args, TrainerState(global_step=step), None, **details)
     wanted = scalars(tmp_path / "theirs")
-    assert scalars(tmp_path / "tensorboard") == wanted and wanted["train/loss"] == [(0, 0.0), (2, 1.0), (4, 2.0)]
+    assert scalars(tmp_path / "tensorboard") == wanted and wanted["train/loss"] == [(1, 0.5), (3, 1.5), (5, 2.5)]
 
 
 def test_an_evaluation_before_a_run_stands_in_the_runs_folder_also_where_an_earlier_run_was(tmp_path: Path) -> None:
