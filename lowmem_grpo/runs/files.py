@@ -62,11 +62,15 @@ def check_place(folder: Path, option: str) -> None:
 
 def free_bytes(path: Path) -> int | None:
     """Return the free bytes on the disk of a path, which need not exist yet; None if unknown."""
+    why: object = "it says 0 bytes in all"
     try:
         usage = shutil.disk_usage(existing(path))
+        if usage != (0, 0, 0):
+            return usage.free
     except OSError as error:
-        return say_lost("its free space", path, error.strerror)
-    return say_lost("its free space", path, "it says 0 bytes in all") if usage == (0, 0, 0) else usage.free
+        why = error.strerror
+    say_lost("its free space", path, why)
+    return None
 
 
 def say_lost(what: str, path: Path, why: object) -> None:
