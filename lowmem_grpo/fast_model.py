@@ -28,6 +28,7 @@ from lowmem_grpo.models.policy import Policy, end_ids
 from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, linears_in_4bit, tokenizer_beside
 from lowmem_grpo.runs.adapter_file import PREFIX, check_for, layers_of, read_adapter, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
+from lowmem_grpo.runs.files import explained
 from lowmem_grpo.runs.saved_adapter import AdapterError, BaseRecord, base_of_adapter, check_base
 
 logger = logging.getLogger(__name__)
@@ -165,7 +166,12 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         An export reads from this record how the base's weights were stored."""
         if push_to_hub:
             raise ValueError("push_to_hub=True is not supported: call push_to_hub, which uploads the adapter, instead")
-        save_directory = str(folder_at("save_directory", save_directory))
+        folder = folder_at("save_directory", save_directory)
+        with explained(folder):
+            self.write_adapter(str(folder), *args, **kwargs)
+
+    def write_adapter(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
+        """Write what `save_pretrained` writes."""
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
         held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
@@ -202,10 +208,10 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
 
 
 def folder_at(name: str, path: Any, kind: str = "") -> Path:
-    """Return the folder that the user named, with "~" expanded; ValueError for a value that names no folder."""
+    """Return the absolute path of the folder that the user named; ValueError for a value that names no folder."""
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise ValueError(f"{name} is {path!r}; it must be a folder's name{kind}")
-    return Path(path).expanduser()
+    return Path(path).expanduser().absolute()
 
 
 @contextmanager

@@ -117,6 +117,7 @@ class FastLanguageModel:
             raise TypeError(NO_NAME)
         where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         path = find(model_name, **where)
+        model_name = path if place.is_dir() and Path(path) == place.absolute() else model_name
         check_stored(path, model_name, dtype, max_seq_length)
         from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
         from lowmem_grpo.engines.cuda_graphs import check_graphs

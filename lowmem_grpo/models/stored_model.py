@@ -44,7 +44,7 @@ def resolve(model_name: str) -> str:
     if not (folder / "config.json").is_file():
         why = "the folder holds no config.json" if folder.is_dir() else "there is no such folder"
         raise OSError(f"no model {model_name!r}: {why}")
-    return str(folder)
+    return str(folder.absolute())
 
 
 def public_name(model_name: str) -> str:

@@ -3,6 +3,7 @@
 import copy
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,6 +140,7 @@ class Brought:
         """Freeze a plain transformers model and wrap it as our loader does."""
         use_card(str(model.device))
         name = str(model.config._name_or_path)
+        name = str(Path(name).absolute()) if Path(name).is_dir() else name
         tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         keep_layout(model)
         if is_quantized(model):

@@ -2,14 +2,13 @@
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.runs.files import aside_of, remove, removed_after, swap_in
+from lowmem_grpo.runs.files import aside_of, explained, free_bytes, remove, removed_after, swap_in
 from lowmem_grpo.utils import size_text
 
 RECORD = "export.json"  # marks a folder as an export; only such a folder is overwritten
@@ -37,10 +36,10 @@ def new_folder(done: Exported, overwrite: bool, source: Path | None = None) -> I
     """Yield a new folder, which at the end gets the export's record and is renamed to `done.folder` (if that is a link,
     to its target). After an error it is deleted. ExportError if `done.folder` is in use or cannot be written."""
     out = done.folder
-    check_out(out, overwrite, source)
-    final = out.resolve()  # a link cannot be renamed over, and stays
-    temp = final.parent / f".{final.name}.export-{os.getpid()}"
-    try:
+    with explained(out, ExportError, "--out"):
+        check_out(out, overwrite, source)
+        final = out.resolve()  # a link cannot be renamed over, and stays
+        temp = final.parent / f".{final.name}.export-{os.getpid()}"
         with removed_after(temp):
             temp.mkdir(parents=True)
             yield temp
@@ -48,11 +47,7 @@ def new_folder(done: Exported, overwrite: bool, source: Path | None = None) -> I
             record = asdict(done) | {"folder": out.name}
             (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
             swap_in(temp, final)
-    except OSError as error:
-        if error.filename is None or str(temp) not in str(error.filename):
-            raise
-        raise ExportError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
-    remove(aside_of(final))
+        remove(aside_of(final))
 
 
 def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
@@ -73,7 +68,7 @@ def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
 
 def check_disk(folder: Path, needed: int) -> None:
     """Raise ExportError if the disk has less than `needed` bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+    free = free_bytes(folder)
+    if free is not None and free < needed:
         raise ExportError(f"the export needs {size_text(needed)} and {size_text(free)} are free in "
                           f"{folder.parent}; make room, or choose an --out on another disk")

@@ -23,7 +23,7 @@ from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import Scope
 from lowmem_grpo.models.packing import Packer, unpack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.runs.files import flush, remove, removed_after
+from lowmem_grpo.runs.files import flush, move, remove, removed_after
 from lowmem_grpo.server.requests import Body
 from lowmem_grpo.server.tinker.datum import Cells, Datum, Pass
 from lowmem_grpo.trainer.step_accumulator import Gradients
@@ -249,7 +249,7 @@ class Adapters:
             for path in (aside / name).iterdir():
                 flush(path)
             remove(folder)
-            (aside / name).rename(folder)
+            move(aside / name, folder)
         flush(folder.parent)
 
     def restore(self, model_id: str, state: dict[str, Tensor]) -> None:
