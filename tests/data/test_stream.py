@@ -171,7 +171,7 @@ def test_rows_that_a_transform_makes_are_trained_and_evaluated_on_as_in_trl(tmp_
 def test_columns_are_those_of_the_first_row_whatever_is_stored(tmp_path: Path) -> None:
     held = Dataset.from_list([{"prompt": "a", "answer": 1}])
     for rows in (held.with_transform(lambda batch: {"text": ["b"]}), held.with_format("torch", columns=["answer"])):
-        with pytest.raises(DataError, match="no column 'prompt'; its columns are (text|answer)\\."):
+        with pytest.raises(DataError, match=r"no column 'prompt'; its columns are (text|answer)\."):
             make(tmp_path, rows=rows, model=load(2048))
 
 
