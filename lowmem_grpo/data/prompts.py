@@ -135,7 +135,9 @@ def check_dataset(dataset: Any, column: str = "prompt") -> None:
                         "streamed dataset can be made into one with datasets.Dataset.from_list(list(stream.take(N))))")
     if len(dataset) == 0:
         raise DataError("the dataset has no rows")
-    columns = getattr(dataset, "column_names", None) or list(dataset[0])
+    form = getattr(dataset, "format", None)
+    changed = isinstance(form, dict) and form.get("type") == "custom"  # by a transform, which `column_names` ignores
+    columns = (None if changed else getattr(dataset, "column_names", None)) or list(dataset[0])
     if column not in columns:
         raise DataError(f"the dataset has no column {column!r}; its columns are {', '.join(columns)}. Rename one "
                         f"(dataset.rename_column('question', {column!r})) or add it with dataset.map(...)")
