@@ -277,7 +277,7 @@ def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[Fas
     (config, tensors), tokenizer = read_adapter(folder), tokenizer_beside(folder)
     refuse_variants(config, folder, "trained")
     record = base_of_adapter(folder)
-    if record.model is None:
+    if record.model is None or Path(record.model).expanduser() == folder:
         raise AdapterError(f"the adapter in {folder} does not say its base model; load that, and then load_lora")
     own: dict[str, Any] = {"revision": arguments["revision"] or record.revision}
     if arguments["load_in_4bit"] is None and not arguments["load_in_16bit"] and not arguments["load_in_fp8"]:

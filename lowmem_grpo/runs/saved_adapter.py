@@ -16,6 +16,11 @@ BASE_FILE = "base_model.json"  # beside the adapter
 BASE_SUFFIXES = ("-bnb-4bit", "-unsloth")  # mark 4-bit copies of the same weights
 
 
+BOTH = ("{} holds a model's weights and an adapter (adapter_config.json), and nothing says whether the adapter belongs "
+        "on this model, belongs on the base that it names, or is merged already. Move the adapter_* files into a "
+        "folder of their own: load that folder for base and adapter, and this one for the model alone")
+
+
 class CheckpointError(RuntimeError):
     """Raised if a checkpoint cannot be written, read or trusted; the message names the file, and says what to do."""
 
@@ -61,6 +66,17 @@ def check_adapter_folder(folder: Path) -> None:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing; the folder is not a whole adapter"
                                   f"{inner_adapters(folder)}")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter, with or without a config.json. AdapterError if it also holds the
+    weights of a model."""
+    if not (folder / "adapter_config.json").is_file():
+        return False
+    if any(not path.name.startswith("adapter_") for kind in ("*model*.safetensors", "*model*.bin")
+           for path in folder.glob(kind)):
+        raise AdapterError(BOTH.format(folder))
+    return True
 
 
 def inner_adapters(folder: Path) -> str:
@@ -127,7 +143,7 @@ def find_adapter(path: Path, unfinished: bool = False) -> RunAdapter:
     if (path / MANIFEST).is_file():
         verify(path)
         return RunAdapter(path, f"{path.absolute().name}, a checkpoint")
-    if any((path / name).is_file() for name in (ADAPTER_FILE, "adapter_config.json", "adapter_model.bin")):
+    if is_adapter(path) or any((path / name).is_file() for name in (ADAPTER_FILE, "adapter_model.bin")):
         check_adapter_folder(path)
         return RunAdapter(path, f"{path.absolute().name}, a saved adapter")
     return of_run(path, unfinished)
