@@ -28,8 +28,7 @@ from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.models.stored_model import check_stored, find, refuse_longer
-from lowmem_grpo.runs.saved_adapter import is_adapter
-from lowmem_grpo.utils import SEED, TRUTH, as_python, check_given, require, size_text, torch
+from lowmem_grpo.utils import SEED, TRUTH, as_python, check_given, is_adapter, require, size_text, torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

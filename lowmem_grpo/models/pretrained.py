@@ -35,7 +35,7 @@ from lowmem_grpo.models.experts import use_routed_blocks
 from lowmem_grpo.models.fp8_layers import SCALE, fp8_linears, keep_stored, to_quantize
 from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.stored_model import say_other_weights, stored_form, text_names, text_part
-from lowmem_grpo.runs.saved_adapter import BOTH
+from lowmem_grpo.utils import BOTH
 
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
             "architecture transformers itself has")
@@ -140,7 +140,7 @@ def read_model(path: str, config: Any, names: dict[str, str], **options: Any) ->
     finally:
         their_logging.set_verbosity(before)
     model, info = loaded
-    if hasattr(model, "peft_config"):  # of the hub; `resolve` refuses such a folder
+    if hasattr(model, "peft_config"):  # a repository on the hub; `resolve` refuses such a folder
         raise ValueError(BOTH.format(path))
     computed = {name for name, _ in model.named_buffers() if not name.endswith(SCALE)}  # set when the model is made
     if missing := sorted(set(info["missing_keys"]) - computed):

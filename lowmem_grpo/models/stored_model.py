@@ -17,7 +17,7 @@ from typing import Any
 from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16
 from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.model_shape import named_config, read_config
-from lowmem_grpo.runs.saved_adapter import is_adapter
+from lowmem_grpo.utils import is_adapter
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

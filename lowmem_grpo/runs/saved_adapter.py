@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.runs.records import FINAL, SUMMARY, json_object
+from lowmem_grpo.utils import is_adapter
 
 ADAPTER_FILE = "adapter_model.safetensors"
 FILES = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safetensors", "state.json")
 MANIFEST = "manifest.json"
 BASE_FILE = "base_model.json"  # beside the adapter
 BASE_SUFFIXES = ("-bnb-4bit", "-unsloth")  # mark 4-bit copies of the same weights
-
-
-BOTH = ("{} holds a model's weights and an adapter (adapter_config.json), and nothing says whether the adapter belongs "
-        "on this model, belongs on the base that it names, or is merged already. Move the adapter_* files into a "
-        "folder of their own: load that folder for base and adapter, and this one for the model alone")
 
 
 class CheckpointError(RuntimeError):
@@ -66,17 +62,6 @@ def check_adapter_folder(folder: Path) -> None:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing; the folder is not a whole adapter"
                                   f"{inner_adapters(folder)}")
-
-
-def is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter, with or without a config.json. AdapterError if it also holds the
-    weights of a model."""
-    if not (folder / "adapter_config.json").is_file():
-        return False
-    if any(not path.name.startswith("adapter_") for kind in ("*model*.safetensors", "*model*.bin")
-           for path in folder.glob(kind)):
-        raise AdapterError(BOTH.format(folder))
-    return True
 
 
 def inner_adapters(folder: Path) -> str:

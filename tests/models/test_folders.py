@@ -19,7 +19,8 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.models.export.base_weights import stored_weights, tensor_files
 from lowmem_grpo.models.export.formats import export
 from lowmem_grpo.models.stored_model import INDEX, SINGLE, config_of, find, weight_files
-from lowmem_grpo.runs.saved_adapter import AdapterError, find_adapter
+from lowmem_grpo.runs.saved_adapter import find_adapter
+from lowmem_grpo.utils import UnsupportedError
 
 IDS = torch.arange(5, 20)[None]
 
@@ -165,11 +166,11 @@ def test_a_models_weights_beside_an_adapter_are_refused_everywhere(folder: Path,
     shutil.copytree(tmp_path / "adapter", folder, dirs_exist_ok=True)
     for read in (load, lambda place: find(str(place)), lambda place: config_of(str(place)), find_adapter,
                  lambda place: export(place, "merged", tmp_path / "out")):
-        with pytest.raises(AdapterError, match=r"holds a model's weights and an adapter.* Move the adapter_\* files"):
+        with pytest.raises(UnsupportedError, match=r"holds a model's weights and an adapter.* Move the adapter_"):
             read(folder)
     for words in (["eval", str(folder), "--recipe", "arithmetic"], ["generate", "Hi", "--adapter", str(folder)],
                   ["generate", "Hi", "--model", str(folder)], ["export", str(folder), "--out", str(tmp_path / "out")],
-                  ["plan", "--model", str(folder), "--gpu", "t4"]):
+                  ["plan", "--model", str(folder), "--gpu", "t4"], ["serve", "--model", str(folder)]):
         done = CliRunner().invoke(main, words)
         assert done.exit_code and "Move the adapter_* files" in " ".join(done.output.split()), words
     for path in folder.glob("adapter_*"):
