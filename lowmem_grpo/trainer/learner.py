@@ -18,7 +18,7 @@ from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.packing import Packer, unpack
-from lowmem_grpo.models.policy import Policy, evaluating, in_mode
+from lowmem_grpo.models.policy import Policy, in_mode
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
@@ -230,7 +230,7 @@ class Learner:
             counted = [group for group in self.counted_groups(groups) if not group.unjudged]
             totals = self.totals(groups, None)
 
-            @evaluating(self.policy.model)
+            @in_mode(self.policy.model, False)
             def work(batches: Iterator[MicroBatch]) -> StepAccumulator:
                 sums = StepAccumulator(self.policy.device)
                 for batch in batches:
