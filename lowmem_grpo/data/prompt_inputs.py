@@ -206,7 +206,7 @@ def with_functions(message: Any, form: Callable[[Any], Any]) -> Any:
 
 def with_object(function: Any) -> Any:
     """Return a function with its arguments as an object: {} for none, and unchanged if their text is no JSON object."""
-    arguments = function.get("arguments") or {}
+    arguments: Any = function.get("arguments") or {}
     with suppress(TypeError, ValueError, RecursionError):  # an object already, or no JSON that can be read
         value = json.loads(arguments)
         arguments = value if isinstance(value, dict) else arguments

@@ -18,7 +18,7 @@ from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.packing import Packer, unpack
-from lowmem_grpo.models.policy import Policy, set_mode
+from lowmem_grpo.models.policy import Policy, in_mode
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
@@ -103,15 +103,17 @@ class Learner:
             results += zip(batch.rollouts, logprobs, entropy, strict=True)
         return results
 
-    def prepare(self, groups: list[RolloutGroup], optimizer_steps: int, policy_version: int = 0) -> None:
-        """Compute the rollout fields that an update of `optimizer_steps` steps needs, such as `old_logprobs`."""
+    def prepare(self, groups: list[RolloutGroup], optimizer_steps: int, policy_version: int = 0,
+                training: bool = True) -> None:
+        """Compute the rollout fields that an update of `optimizer_steps` steps needs, such as `old_logprobs`, in train
+        or evaluation mode."""
         self.objective.start_update(members(groups), policy_version)
         fields = self.objective.needed_before(optimizer_steps)
         rollouts = self.counted_groups(groups) if "entropy" in fields else self.trained_groups(groups)
-        training, random = self.policy.model.training, RandomStates(self.policy.device)
+        random = RandomStates(self.policy.device)
 
+        @in_mode(self.policy.model, training)
         def fill() -> None:
-            set_mode(self.policy.model, training)
             random.restore()
             limit = self.bound.lowered
             if own := [name for name in fields if name != "ref_logprobs"]:
@@ -189,12 +191,12 @@ class Learner:
         self, batches: Iterator[MicroBatch], totals: StepTotals, begun: StepAccumulator | None = None
     ) -> StepAccumulator:
         """Add the micro-batches' gradients to the adapter; return a copy of `begun` with their losses and metrics."""
-        set_mode(self.policy.model, True)
         sums = StepAccumulator(self.policy.device) if begun is None else begun.copied()
         if not sums.count:
             self.policy.differing_routes()  # clears the counts of earlier passes
-        for batch in batches:
-            self.add(batch, totals, sums)
+        with in_mode(self.policy.model, True):
+            for batch in batches:
+                self.add(batch, totals, sums)
         return sums
 
     def add(self, batch: MicroBatch, totals: StepTotals, sums: StepAccumulator) -> None:
@@ -222,13 +224,13 @@ class Learner:
     @torch.no_grad()
     def measure(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return the loss and metrics of these groups, without gradient or dropout; the run's state stays the same."""
-        training, before, random = self.policy.model.training, self.objective.state(), RandomStates(self.policy.device)
-        set_mode(self.policy.model, False)
+        before, random = self.objective.state(), RandomStates(self.policy.device)
         try:
-            self.prepare(groups, 1)
+            self.prepare(groups, 1, training=False)
             counted = [group for group in self.counted_groups(groups) if not group.unjudged]
             totals = self.totals(groups, None)
 
+            @in_mode(self.policy.model, False)
             def work(batches: Iterator[MicroBatch]) -> StepAccumulator:
                 sums = StepAccumulator(self.policy.device)
                 for batch in batches:
@@ -238,7 +240,6 @@ class Learner:
             sums = self.packer.run("an evaluation", self.mine(counted), self.limits, work, random.restore)
             return sums.of_all_ranks(self.ranks, members(counted)).metrics(self.objective)
         finally:
-            set_mode(self.policy.model, training)
             self.objective.restore(before)
             self.prepare_again = None
 

@@ -101,10 +101,13 @@ class Brought:
         config, factors = plain_lora(model)
         base: Any = model.get_base_model()
         check_base(base)
+        modes = {path: module.training for path, module in base.named_modules()}
         model.unload()
         # The parameters stay the same objects, unless they have 16 bits, so the caller's model and optimizer use them.
         adapted = with_values_to_come(self.wrapped(base), copy.deepcopy(config), self.checkpointing)
         put_factors(base, factors)
+        for path, module in base.named_modules():
+            module.training = modes.get(path, module.training)
         return adapted
 
     def loaded(self) -> BareModel:

@@ -26,6 +26,7 @@ from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
 from lowmem_grpo.data.shapes import Shapes, tokenised
 from lowmem_grpo.data.stream import source_of
 from lowmem_grpo.losses.objective import Objective, StepTotals
+from lowmem_grpo.models.policy import evaluating
 from lowmem_grpo.rollout.assessment import OF_LOSS, evaluation_sets
 from lowmem_grpo.runs.views.live import SFTView
 from lowmem_grpo.trainer.loop import Trainer
@@ -216,10 +217,8 @@ class Predictions:
     def metrics(self, model: Any, groups: Iterable[RolloutGroup]) -> dict[str, float]:
         """Return the user's metrics of the model's predictions for N rows, under names without "eval_". Predictions are
         (N, T, ...) and labels (N, T), not shifted, with -100 where nothing is trained."""
-        training = model.training
         both: Any = None  # predictions and labels
-        model.eval()
-        try:
+        with evaluating(model):
             for group, rollout in ((each, rollout) for each in groups for rollout in each.rollouts):
                 ids, trained = rollout.completion_ids, rollout.trained or [True] * len(rollout.completion_ids)
                 labels = [token if counts else UNTRAINED for token, counts in zip(ids, trained, strict=True)]
@@ -227,8 +226,6 @@ class Predictions:
                 tokens = torch.tensor([[*group.prompt_ids, *ids]], device=model.device)
                 own = self.predicted(model, tokens, row), row.cpu().numpy()
                 both = own if both is None else nested_concat(both, own, UNTRAINED)
-        finally:
-            model.train(training)
         metrics = numbers_of(self.compute(EvalPrediction(*both)))
         return {name.removeprefix("eval_"): value for name, value in metrics.items()}
 
