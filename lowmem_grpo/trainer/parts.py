@@ -106,7 +106,7 @@ def make_parts(
 ) -> TrainerParts:
     """Return the parts that every trainer has; `peaks` measures the memory of each phase."""
     policy, processes = trained.policy, trained.ranks
-    rows = None if isinstance(source.dataset, Stream) else len(source.dataset)
+    rows = None if isinstance(source.dataset, Stream) else source.count_rows(read=args.max_steps < 1)
     state = TrainerState(
         max_steps=args.total_steps(rows), logging_steps=args.logging_steps, eval_steps=args.eval_steps,
         save_steps=args.save_steps, train_batch_size=args.per_device_train_batch_size,
