@@ -161,7 +161,8 @@ class PromptSource:
     position: int = 0  # rows drawn so far, over all epochs
     taken: int = 0  # prompts returned by `next_batch` in this epoch
     last: float = 0.0  # the part of an epoch that its last call returned
-    unusable: set[int] = field(default_factory=set)  # rows that were skipped so far
+    unusable: set[int] = field(default_factory=set)  # rows known to be unusable
+    all_read: bool = False  # True if all other rows are known to be usable
     skipped: Counter[str] = field(default_factory=Counter)  # rows by reason
     order: list[int] = field(default_factory=list, repr=False)
     order_epoch: int = -1
@@ -194,8 +195,9 @@ class PromptSource:
 
     def count_rows(self, read: bool = False) -> int:
         """Return the rows that are not known to be unusable; `read` encodes all rows first, unless they are packs."""
+        self.all_read |= read
         for index in range(len(self.dataset)) if read and self.encoder.column != "rows" else ():
-            with suppress(Exception):  # what a row raises, the checks before the run say
+            with suppress(Exception):  # the checks before the run report a row that cannot be read
                 if isinstance(self.encoder.encode(self.dataset[index]), str):
                     self.unusable.add(index)
         return max(1, len(self.dataset) - len(self.unusable))
@@ -250,6 +252,7 @@ class PromptSource:
             encoded = self.encoder.encode(self.dataset[index])
             if isinstance(encoded, Prompt):
                 prompts.append(replace(encoded, index=index, epoch=epoch))
+                self.unusable.discard(index)  # as the run that was resumed had other settings
                 fruitless.clear()
                 passed = 0
                 continue
@@ -292,6 +295,7 @@ class PromptSource:
                             f"{len(self.dataset)}; resume with the same dataset")
         self.position, self.skipped = state["position"], Counter(state["skipped"])
         self.taken = state.get("taken", self.position % len(self.dataset))  # older checkpoints have neither
-        self.unusable = set(state.get("unusable", ()))
+        if not self.all_read:
+            self.unusable.update(state.get("unusable", ()))
         if self.pools is not None and "pools" in state:
             self.pools.restore(state["pools"])

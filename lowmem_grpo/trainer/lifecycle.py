@@ -204,7 +204,9 @@ def save_last(trainer: TrlApi) -> None:
             trainer.args.save_strategy != "no" or not trainer.finished):
         trainer.save_state()
     if not trainer.finished:
-        logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True)", trainer.state.global_step)
+        step = trainer.state.global_step
+        logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True) from %s", step,
+                       trainer.run_dir / f"checkpoint-{step}")
     trainer.ranks.meet("the last checkpoint")  # other ranks may read it once it is written
 
 
@@ -236,7 +238,7 @@ def describe_run(trainer: TrlApi, status: str) -> dict[str, Any]:
             "steps": state.global_step, "train_seconds": state.elapsed, "skipped_rows": dict(trainer.source.skipped),
             "best_checkpoint": state.best_model_checkpoint,
             "machine": describe_machine(trainer.model, trainer.policy.device), "config": trainer.args.to_dict(),
-            **trainer.told, **method}
+            **({"max_steps": state.max_steps} if trainer.source.dataset else {}), **trainer.told, **method}
 
 
 @contextmanager

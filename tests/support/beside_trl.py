@@ -1,4 +1,4 @@
-"""Runs of TRL's trainers and of ours with the same settings, the rows of each step, and the events that callbacks see."""
+"""Runs of TRL's trainers and ours with the same settings: the rows of each step, and the events that callbacks see."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,15 +8,15 @@ import peft
 import trl
 from datasets import Dataset, IterableDataset
 from small_models import shallow
-from trainer_runs import load
+from trainer_runs import adapter_of, load
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl_runs import END, PLAIN
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 EVENTS = ("on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step",
-          "on_optimizer_step", "on_substep_end", "on_step_end", "on_prediction_step", "on_log", "on_evaluate", "on_save",
-          "on_epoch_end", "on_train_end")
+          "on_optimizer_step", "on_substep_end", "on_step_end", "on_prediction_step", "on_log", "on_evaluate",
+          "on_save", "on_epoch_end", "on_train_end")
 FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 BASE = {**PLAIN, "max_steps": -1, "logging_strategy": "steps", "logging_steps": 1, "learning_rate": 1e-3,
         "lr_scheduler_type": "linear"}
@@ -32,7 +32,28 @@ class Record:
     rows: list[list[Any]] = field(default_factory=list)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
-    state: Any = None
+    gradients: dict[str, Any] = field(default_factory=dict)  # of the last step
+    trainer: Any = None
+
+    def of(self, trainer: Any, resume: Any) -> "Record":
+        trainer.train(resume_from_checkpoint=resume)
+        self.trainer = trainer
+        return self
+
+    @property
+    def state(self) -> Any:
+        return self.trainer.state
+
+    @property
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.state.log_history if "loss" in line]
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        return adapter_of(self.trainer.model)
+
+    def count(self, event: str) -> int:
+        return sum(name == event for name, *_ in self.events)
 
     @property
     def drawn(self) -> list[Any]:
@@ -50,6 +71,9 @@ def noting(event: str) -> Any:
     def method(self: Any, args: Any, state: Any, control: Any, **kept: Any) -> None:
         asked = tuple(name for name in FLAGS if getattr(control, name))
         self.record.events.append((event, state.global_step, round(state.epoch or 0, 6), asked))
+        if event == "on_pre_optimizer_step":
+            self.record.gradients = {name.replace(".default", ""): p.grad.clone() for name, p in
+                                     kept["model"].named_parameters() if p.grad is not None}
         if event == "on_optimizer_step":
             self.record.rates.append(kept["optimizer"].param_groups[0]["lr"])
         for name in self.asks.get((event, state.global_step), ()):
@@ -69,14 +93,15 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(shallow())
 
 
-def kept(rows: list[dict[str, Any]], stream: bool) -> Any:
+def kept(rows: list[Any], stream: bool) -> Any:
+    rows = [{"text": row} if isinstance(row, str) else row for row in rows]
     if stream:
         return IterableDataset.from_generator(lambda: iter(rows))
     return Dataset.from_list(rows)
 
 
-def their_sft(folder: Path, texts: list[str], callbacks: Any = (), asks: Any = None, resume: Any = None,
-              stream: bool = False, evaluated: int = 0, **settings: Any) -> Record:
+def their_sft(folder: Path, texts: list[Any], callbacks: Any = (), asks: Any = None, resume: Any = None,
+              stream: bool = False, evaluated: int = 0, model: Any = None, **settings: Any) -> Record:
     record = Record()
 
     class Recorded(trl.SFTTrainer):
@@ -89,17 +114,16 @@ def their_sft(folder: Path, texts: list[str], callbacks: Any = (), asks: Any = N
     base = {name: value for name, value in BASE.items() if name not in ("max_completion_length",)}
     args = trl.SFTConfig(str(folder), train_sampling_strategy="sequential", **base | settings)
     trainer = Recorded(
-        AutoModelForCausalLM.from_pretrained(shallow()), args, processing_class=tokenizer(),
-        train_dataset=kept([{"text": text} for text in texts], stream),
-        eval_dataset=Dataset.from_list([{"text": text} for text in texts[:evaluated]]) if evaluated else None,
-        peft_config=peft.LoraConfig(**LORA, task_type="CAUSAL_LM"), callbacks=[Watcher(record, asks), *callbacks])
-    trainer.train(resume_from_checkpoint=resume)
-    record.state = trainer.state
-    return record
+        model or AutoModelForCausalLM.from_pretrained(shallow()), args, processing_class=tokenizer(),
+        train_dataset=kept(texts, stream),
+        eval_dataset=kept(texts[:evaluated], False) if evaluated else None,
+        peft_config=None if model else peft.LoraConfig(**LORA, task_type="CAUSAL_LM"),
+        callbacks=[Watcher(record, asks), *callbacks])
+    return record.of(trainer, resume)
 
 
-def our_sft(folder: Path, texts: list[str], callbacks: Any = (), asks: Any = None, resume: Any = None,
-            stream: bool = False, evaluated: int = 0, **settings: Any) -> Record:
+def our_sft(folder: Path, texts: list[Any], callbacks: Any = (), asks: Any = None, resume: Any = None,
+            stream: bool = False, evaluated: int = 0, model: Any = None, **settings: Any) -> Record:
     record = Record()
 
     class Recorded(SFTTrainer):
@@ -109,13 +133,11 @@ def our_sft(folder: Path, texts: list[str], callbacks: Any = (), asks: Any = Non
             return groups
 
     trainer = Recorded(
-        load(), args=SFTConfig(str(folder), **OURS | settings), processing_class=tokenizer(),
-        train_dataset=kept([{"text": text} for text in texts], stream),
-        eval_dataset=[{"text": text} for text in texts[:evaluated]] if evaluated else None,
+        model or load(), args=SFTConfig(str(folder), **OURS | settings), processing_class=tokenizer(),
+        train_dataset=kept(texts, stream),
+        eval_dataset=kept(texts[:evaluated], False) if evaluated else None,
         callbacks=[Watcher(record, asks), *callbacks])
-    trainer.train(resume_from_checkpoint=resume)
-    record.state = trainer.state
-    return record
+    return record.of(trainer, resume)
 
 
 def by_length(completions: list[Any], **_: Any) -> list[float]:
@@ -137,9 +159,7 @@ def their_grpo(folder: Path, rows: int, callbacks: Any = (), asks: Any = None, r
         train_dataset=kept(prompts, stream), eval_dataset=Dataset.from_list(prompts[:evaluated]) if evaluated else None,
         processing_class=tokenizer(), peft_config=peft.LoraConfig(**LORA, task_type="CAUSAL_LM"), rollout_func=rollout,
         callbacks=[Watcher(record, asks), *callbacks])
-    trainer.train(resume_from_checkpoint=resume)
-    record.state = trainer.state
-    return record
+    return record.of(trainer, resume)
 
 
 def our_grpo(folder: Path, rows: int, callbacks: Any = (), asks: Any = None, resume: Any = None,
@@ -158,6 +178,4 @@ def our_grpo(folder: Path, rows: int, callbacks: Any = (), asks: Any = None, res
                                             | settings),
         train_dataset=kept(prompts, stream), eval_dataset=prompts[:evaluated] if evaluated else None,
         processing_class=tokenizer(), callbacks=[Watcher(record, asks), *callbacks])
-    trainer.train(resume_from_checkpoint=resume)
-    record.state = trainer.state
-    return record
+    return record.of(trainer, resume)
