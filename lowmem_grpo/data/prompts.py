@@ -158,6 +158,7 @@ class PromptSource:
     pools: DifficultyPools | None = None  # resting rows are passed over; if all rest, all return
     whole: int | None = None
     micro_batch: int = 1  # prompts by which `epoch` counts
+    horizon: int = 0  # prompts of the whole run, if the rows are a stream and that is known
     position: int = 0  # rows drawn so far, over all epochs
     taken: int = 0  # prompts returned by `next_batch` in this epoch
     last: float = 0.0  # the part of an epoch that its last call returned
@@ -185,7 +186,7 @@ class PromptSource:
     @property
     def used(self) -> int:
         """The prompts of an epoch, as far as is known."""
-        usable = self.count_rows()
+        usable = max(1, len(self.dataset) - len(self.unusable))
         return usable - usable % (self.whole or 1) or usable
 
     @property
@@ -193,7 +194,7 @@ class PromptSource:
         """The number of the epoch in which the next prompt is drawn."""
         return self.position // len(self.dataset)
 
-    def count_rows(self, read: bool = False) -> int:
+    def count_rows(self, read: bool = False) -> int | None:
         """Return the rows that are not known to be unusable; `read` encodes all rows first, unless they are packs."""
         self.all_read |= read
         for index in range(len(self.dataset)) if read and self.encoder.column != "rows" else ():

@@ -106,7 +106,6 @@ class StreamSource(PromptSource):
     number of passes before this one, plus the share of the whole run's prompts that this pass has given."""
 
     dataset: Stream
-    horizon = 0  # prompts of the run, or 0
 
     def __post_init__(self) -> None:
         self.rounds, self.fruitful = 0, 0  # the current round, and the last one with a usable row
@@ -126,6 +125,9 @@ class StreamSource(PromptSource):
     def used(self) -> int:
         return self.horizon or sys.maxsize
 
+    def count_rows(self, read: bool = False) -> None:
+        """Return None: a stream has no length."""
+
     @property
     def round(self) -> int:
         return self.rounds + (self.begins and bool(self.dataset.drawn))
@@ -136,13 +138,11 @@ class StreamSource(PromptSource):
 
     def leave_rest(self, whole: int) -> None:
         """Pass over the last rows of this pass if they are fewer than `whole`."""
-        if len(self.dataset.peek(whole)) < whole:
-            while (row := self.dataset.draw()) is not None:
-                self.drew(row)
-
-    def drew(self, row: Row) -> None:
-        self.recent.append(row)
-        self.position += 1
+        if len(rest := self.dataset.peek(whole)) < whole:
+            self.recent += rest
+            self.position += len(rest)
+            for _ in rest:
+                self.dataset.draw()
 
     def take(self, count: int, across: bool = True) -> list[Prompt]:
         """Return the next `count` usable prompts, or without `across` fewer at the end of a pass; skip and count
@@ -156,7 +156,8 @@ class StreamSource(PromptSource):
                     break
                 self.next_round()
                 continue
-            self.drew(row)
+            self.recent.append(row)
+            self.position += 1
             encoded = self.encoder.encode(row)
             if isinstance(encoded, Prompt):
                 encoded.epoch = self.fruitful = self.rounds
@@ -199,13 +200,9 @@ def source_of(
     dataset: Any, encoder: PromptEncoder, seed: int, shuffle: bool = True, pools: DifficultyPools | None = None,
     whole: int | None = None, micro_batch: int = 1, horizon: int = 0,
 ) -> PromptSource:
-    """Return the prompt source of a dataset from `rows_of`: a StreamSource for a Stream, else a PromptSource.
-    `horizon` is the number of prompts of the run, if that is known."""
+    """Return the prompt source of a dataset from `rows_of`: a StreamSource for a Stream, else a PromptSource."""
     kind = StreamSource if isinstance(dataset, Stream) else PromptSource
-    source = kind(dataset, encoder, seed, shuffle, pools, whole, micro_batch)
-    if isinstance(source, StreamSource):
-        source.horizon = horizon
-    return source
+    return kind(dataset, encoder, seed, shuffle, pools, whole, micro_batch, horizon)
 
 
 class PlainRows:

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -223,24 +222,17 @@ class Trainer(TrlApi):
     def train_epoch(self) -> None:
         """Train to the end of the epoch or of the run, or until a listener or a signal ends it."""
         self.notify("on_epoch_begin")
-        began = self.source.round
-        while True:
+        began, over = self.source.round, False
+        while not over:
             self.start_step()
             self.check_unchanged()
             self.train_step(self.next_groups())
-            if self.control.should_epoch_stop or self.source.round > began:
-                break
-            if self.finished or self.interrupted or self.control.should_training_stop:
-                break
-        self.end_epoch(began)
-
-    def end_epoch(self, began: int) -> None:
-        """Leave the rest of epoch `began` out if a listener asked for it, and do what is due at the end of an epoch."""
+            asked = self.control.should_epoch_stop or self.control.should_training_stop
+            over = asked or self.finished or self.interrupted or self.source.round > began
         if self.control.should_epoch_stop and self.source.round == began:
             self.source.end_epoch()
             self.saver.mark()
-        if self.source.whole is not None and self.state.num_train_epochs < sys.maxsize:
-            self.state.num_train_epochs = self.args.epochs_of(self.source.count_rows())
+        self.state.num_train_epochs = self.args.epochs_of(self.source.count_rows())  # with the rows skipped so far
         self.notify("on_epoch_end")
         if not self.interrupted:
             self.answer()
@@ -259,7 +251,12 @@ class Trainer(TrlApi):
         metrics = self.update(groups, self.state.max_steps - before)
         self.saver.mark()
         self.record(before, metrics, groups)
-        self.notify("on_step_end", groups=self.sampled)
+        try:
+            self.notify("on_step_end", groups=self.sampled)
+        except BaseException:
+            if self.control.should_log:  # the step is made, so its line is not lost
+                self.records.metrics(self.journal.flush() or {})
+            raise
         self.answer()
 
     def answer(self) -> None:

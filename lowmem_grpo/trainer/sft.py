@@ -117,7 +117,7 @@ class SFTTrainer(Trainer):
                            micro_batch=config.per_device_train_batch_size,
                            horizon=max(0, config.max_steps * config.batch_size))
         memory, peaks = plan_memory(trained.model, config, trained.policy, longest, "max_length", trained.ranks)
-        self.own_schedule = optimizers in (None, (None, None)) or optimizers[1] is None
+        self.own_schedule = not optimizers or optimizers[1] is None
         super().__init__(make_parts(trained, config, source, SFTObjective(config.loss_type), memory, peaks, optimizers),
                          callbacks, eval_dataset)
 
@@ -156,14 +156,12 @@ class SFTTrainer(Trainer):
 
     def count_again(self) -> None:
         """Count the steps of epochs again, since other rows may be usable now, and make the schedule for them."""
-        if self.args.max_steps > 0:
-            return
-        steps = self.args.total_steps(self.source.count_rows(read=True))
-        if steps != self.state.max_steps and self.own_schedule:
+        before, self.state.max_steps = self.state.max_steps, self.args.total_steps(
+            self.source.count_rows(read=self.args.max_steps < 1))
+        if before != self.state.max_steps and self.own_schedule:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"]
-            self.learner.scheduler = make_scheduler(self.optimizer, self.args, steps)
-        self.state.max_steps = steps
+            self.learner.scheduler = make_scheduler(self.optimizer, self.args, self.state.max_steps)
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> list[RolloutGroup]:
         """Return every usable row of an evaluation dataset as a group; DataError if there is none."""
