@@ -122,7 +122,7 @@ A group *has signal* if one of its advantages is not 0. The settings below are o
 STRATEGIES = (  # name, rule, when to use it, source
     ("difficulty_pools",
      "With True, a row whose completions all earn the same reward is skipped for 1 epoch. If the completions again all "
-     "earn the same reward, the pause doubles, up to 8 epochs.",
+     "earn the same reward, the pause doubles, up to 8 epochs. A step may then draw on into the next epoch.",
      "For several epochs over rows of different difficulty.",
      "Online difficulty filtering, arXiv 2504.03380"),
     ("dynamic_sampling_rounds",

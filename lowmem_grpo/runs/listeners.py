@@ -4,13 +4,14 @@ Each hook is called as `hook(args, state, control, model=, processing_class=, op
 
     on_init_end                              at the end of the trainer's constructor
     on_train_begin, on_train_end
-    on_epoch_begin, on_epoch_end             around each pass over the rows; on_epoch_end also at the run's end
+    on_epoch_begin, on_epoch_end             around each pass over the rows
     on_step_begin, on_step_end               around one update: sampling and its optimizer steps
     on_pre_optimizer_step, on_optimizer_step before and after each optimizer step
     on_log (logs=), on_evaluate (metrics=), on_save
     on_push_begin                            before an upload to the hub
 
-At the end of a step, the training loop carries out the requests that a listener set in `control`.
+Order, `state` and `control` are as in transformers. At the end of a step and of an epoch, the training loop carries out
+the requests that a listener set in `control` in any hook.
 """
 
 import logging

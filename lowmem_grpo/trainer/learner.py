@@ -243,9 +243,10 @@ class Learner:
             self.objective.restore(before)
             self.prepare_again = None
 
-    def optim_step(self) -> dict[str, float]:
-        """Sum, clip, apply and clear the gradients; skip a step without gradients, or with NaN or infinity.
-        NonFiniteError after `nonfinite_steps` steps in a row with NaN or infinity."""
+    def optim_step(self, notify: Callable[[str], None] = lambda event: None) -> dict[str, float]:
+        """Sum, clip, apply and clear the gradients; skip a step without gradients, or with NaN or infinity. `notify` is
+        called with the events before and after the gradients are applied. NonFiniteError after `nonfinite_steps` steps
+        in a row with NaN or infinity."""
         if self.ranks.count > 1:
             self.ranks.sum_gradients([*self.trained.values()])
         parameters = {name: p for name, p in self.trained.items() if p.grad is not None}
@@ -260,8 +261,12 @@ class Learner:
                 broken = broken_gradients(parameters)
             elif not self.guard.bad:
                 torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.config.max_grad_norm, norm)
-                self.apply(list(parameters.values()))
                 metrics["optimizer/skipped"] = 0.0
+        notify("on_pre_optimizer_step")
+        if not metrics["optimizer/skipped"]:
+            self.apply(list(parameters.values()))
+        notify("on_optimizer_step")
+        if parameters:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.prepare_again = None

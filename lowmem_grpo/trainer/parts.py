@@ -11,7 +11,6 @@ import torch
 from lowmem_grpo.config.grpo import TRLS_SHARE, GRPOConfig
 from lowmem_grpo.config.sampling import longest_prompt
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.engines.base import Engine, check_own_engine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.objective import Objective
@@ -106,7 +105,7 @@ def make_parts(
 ) -> TrainerParts:
     """Return the parts that every trainer has; `peaks` measures the memory of each phase."""
     policy, processes = trained.policy, trained.ranks
-    rows = None if isinstance(source.dataset, Stream) else len(source.dataset)
+    rows = source.count_rows(read=args.max_steps < 1)
     state = TrainerState(
         max_steps=args.total_steps(rows), logging_steps=args.logging_steps, eval_steps=args.eval_steps,
         save_steps=args.save_steps, train_batch_size=args.per_device_train_batch_size,
