@@ -183,8 +183,8 @@ class ParityGate:
                                   f"{BETWEEN if between else f'Likely causes: {self.causes}'}")
             if mean > self.bound and not self.told:
                 self.told = True
-                logger.warning("%s. That is rounding: on this model in %s, it changes the trainer's own by %.4f, and up "
-                               "to %.4f is allowed", said, str(self.dtype).removeprefix("torch."), rounded, allowed)
+                logger.warning("%s. That is rounding: on this model in %s, it changes the trainer's own by %.4f, and "
+                               "%.4f is allowed", said, str(self.dtype).removeprefix("torch."), rounded, allowed)
 
     @property
     def causes(self) -> str:
@@ -199,9 +199,12 @@ class ParityGate:
 
     def recompute(self, groups: list[RolloutGroup], rounding: bool = False) -> Compared:
         """Return both sides' log-probabilities (dropout off), and with `rounding` what rounding does to them."""
+        routes = self.policy.route_counts
         with evaluating(self.policy.model):
             pairs = self.packer.run("the parity check", groups, Limits(TOKENS_AT_ONCE),
                                     lambda batches: self.pairs(batches, rounding))
+        if rounding:
+            self.policy.route_counts = routes  # a second look is not counted again
         empty = Compared(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.bool), torch.empty(0))
         return Compared(*(torch.cat(parts) for parts in zip(*(pairs or [empty]), strict=True)))
 

@@ -132,8 +132,8 @@ ALARMS = (
         "mismatch", "sampler and trainer disagree",
         f"mismatch/k3 is above {MISMATCH_K3}, or mismatch/effective_samples is below {EFFECTIVE_SAMPLES}", 3, mismatch,
         "so completions come from another distribution than the policy's",
-        "use bfloat16 or fp32 in sampler and trainer, do not quantize the sampler's weights or cache separately, or leave "
-        "out top_p, top_k and min_p. The loss is corrected unless vllm_importance_sampling_correction is False",
+        "use bfloat16 or fp32 in sampler and trainer, do not quantize the sampler's weights or cache separately, or "
+        "leave out top_p, top_k and min_p. The loss is corrected unless vllm_importance_sampling_correction is False",
     ),
     Alarm(
         "clipping", "much of the gradient is clipped", f"clip_ratio/region_mean or cispo_clip_ratio is above {CLIPPED}",
