@@ -134,12 +134,11 @@ class MismatchWatch:
     last_k3: float | None = None
     large: bool = False  # whether the mismatch was above the bound, and not far below it since
 
-    def note(self, k3: float) -> None:
-        """Take in a measured mean k3."""
-        self.last_k3, self.large = k3, not k3 <= (self.bound / 2 if self.large else self.bound)
-
     def due(self, stale: bool) -> bool:
-        return stale or self.large or (self.last_k3 is not None and not self.last_k3 <= self.bound)
+        """Take in the last mean k3, and return whether this update is to be corrected."""
+        if self.last_k3 is not None:
+            self.large = not self.last_k3 <= (self.bound / 2 if self.large else self.bound)
+        return stale or self.large
 
 
 def k3_bound(dtype: torch.dtype) -> float:

@@ -163,7 +163,7 @@ class GRPOObjective(Objective):
             metrics[f"{source}/k3"] = mean_k3(mismatch)
             metrics[f"{source}/effective_samples"] = effective_sample_share(mismatch)
             if not self.stale:
-                self.mismatch.note(metrics["mismatch/k3"])
+                self.mismatch.last_k3 = metrics["mismatch/k3"]
                 self.check_masks(metrics)
         if self.entropy is not None:
             if "entropy" in metrics:

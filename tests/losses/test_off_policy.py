@@ -269,6 +269,6 @@ def test_the_k3_of_a_healthy_run_calls_for_no_correction_and_values_near_the_bou
     watch, bound = MismatchWatch(k3_bound(dtype)), k3_bound(dtype)
     seen = []
     for k3 in (*healthy, wrong, 0.9 * bound, 1.1 * bound, 0.6 * bound, 0.5 * bound, 0.9 * bound, math.nan):
-        watch.note(k3)
+        watch.last_k3 = k3
         seen.append(watch.due(stale=False))
     assert seen == [*[False] * len(healthy), True, True, True, True, False, False, True]
