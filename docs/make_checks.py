@@ -99,7 +99,7 @@ METRICS = {
     "Loss and optimizer": {
         "loss": "loss; in on-policy GRPO, it is usually near 0 and does not show progress",
         "policy_loss": "loss without the entropy bonus",
-        "kl": "estimate of the KL divergence from the reference model, per token. In bfloat16, values below about 0.002 "
+        "kl": "estimate of the KL divergence from the reference model, per token. In bfloat16, values below 0.002 "
               "are rounding, except the 0 of the first step",
         "entropy": "mean entropy per token",
         "entropy/policy": "mean entropy per token, over the tokens that `top_entropy_quantile` keeps",
