@@ -112,7 +112,10 @@ trainer corrects a generation in two cases:
 
 - The generation has samples from an older policy, or from a temperature other than the run's.
 - The newest mean of `rho_t - log rho_t - 1` (the [metrics](checks.md#metrics) `mismatch/k3` and `sampling/parity/k3`)
-  is above 0.001."""
+  is above 0.005 where the model computes in bfloat16, or above 0.001 in float16 and float32. This correction goes on
+  until the mean is at most half of that.
+
+If a mask leaves out more than a tenth of the tokens of the current policy, one warning names it."""
 
 SAMPLING = """
 ## Which groups are trained on

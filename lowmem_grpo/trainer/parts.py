@@ -14,6 +14,7 @@ from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.base import Engine, check_own_engine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.objective import Objective
+from lowmem_grpo.losses.off_policy import k3_bound
 from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.memory.offload.activations import drop_nothing, enable_checkpointing
 from lowmem_grpo.memory.oom import RunMemory
@@ -146,10 +147,11 @@ def make_policy_parts(
                                 reward_models)
     objective = objective_class(config, exact=not policy.drops)
     parts = make_parts(trained, config, source, objective, memory, peaks, optimizers)
+    objective.mismatch.bound = k3_bound(policy.autocast_dtype or policy.head.weight.dtype)
     parity = ParityGate(policy, config.sampling(None), config.parity_steps, config.parity_bound, state=parts.state,
                         stride=config.steps_per_rollout, memory=memory.train, mismatch=objective.mismatch,
                         clock=parts.clock, cache_dtype=getattr(engine, "cache_dtype", AUTO),
-                        correction=config.vllm_importance_sampling_correction)
+                        correction=config.vllm_importance_sampling_correction, engine=engine.name)
     warn_of_settings(config)
     return PolicyParts(**vars(parts) | {
         "alarms": Alarms(parts.state, config.nothing_to_learn_steps), "parity": parity,
