@@ -1,15 +1,18 @@
 """A test that is skipped for something that could be installed is counted, and fails a run that forbids it."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import skips
 from tables import every_row
 
 SUPPORT = Path(__file__).parent / "support"
+PACKAGES = Path(__file__).parents[1] / ".ci" / "packages"
 TESTS = """import pytest
 @pytest.mark.parametrize("n", range(3))
 @pytest.mark.skipif(True, reason="needs a CUDA device")
@@ -51,3 +54,30 @@ def test_a_run_fails_if_a_test_is_skipped_for_what_could_be_installed(tmp_path: 
 ])
 def test_only_what_nobody_can_install_is_a_reason(reason: str, is_allowed: bool) -> None:
     assert (skips.refused(Counter([reason])) == []) is is_allowed
+
+
+def packages(folder: Path, there: list[str], **stand_ins: str) -> tuple[int, str, str]:
+    """The exit code, the errors and the calls of apt-get of `.ci/packages` on a machine with the commands `there`."""
+    log = folder / "log"
+    scripts = {"id": "echo 0", "apt-get": f"echo $@ >> {log}"} | dict.fromkeys(there, "exit 1") | stand_ins
+    for name in filter(scripts.get, scripts):
+        (folder / name).write_text(f"#!/bin/sh\n{scripts[name]}\n")
+        (folder / name).chmod(0o755)
+    done = subprocess.run([shutil.which("bash") or "bash", PACKAGES], env={"PATH": str(folder)}, capture_output=True,
+                          text=True, check=False, timeout=600)
+    return done.returncode, done.stderr, log.read_text() if log.exists() else ""
+
+
+@pytest.mark.parametrize(("there", "stand_ins", "code", "said", "asked"), [
+    (["bwrap", "chromium", "chromedriver"], {"apt-get": "exit 1"}, 0, "", ""),  # and no network
+    (["chromium", "chromedriver"], {}, 0, "", "update install --yes --no-install-recommends bubblewrap"),
+    (["bwrap"], {}, 0, "", "update install --yes --no-install-recommends chromium chromium-driver"),
+    ([], {"apt-get": ""}, 1, "need bubblewrap chromium chromium-driver (Debian's names), and apt-get is not there", ""),
+    (["bwrap"], {"id": "echo 1000"}, 1, "needs root: sudo apt-get install chromium chromium-driver", ""),
+    (["chromium"], {"apt-get": "exit 1"}, 1, "apt-get update failed", ""),
+])
+def test_ci_installs_only_what_is_missing_and_says_what_it_cannot(
+    there: list[str], stand_ins: dict[str, str], code: int, said: str, asked: str, tmp_path: Path
+) -> None:
+    found, errors, calls = packages(tmp_path, there, **stand_ins)
+    assert (found, " ".join(calls.split())) == (code, asked) and said in errors, errors
