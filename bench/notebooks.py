@@ -3,15 +3,16 @@
     python -m bench.notebooks FOLDER
 
 FOLDER holds notebooks as their authors publish them. Each runs in a process and a temporary folder of its own.
-`changed` counts what is replaced: install and import lines (`imports`); the `model`, by the one in the package, and
-names of layers that only the replaced one has, by "all-linear"; the `dataset`, by made rows with the same columns; the
-number of `steps`, by two. `device`: without a card, requests for one become requests for the CPU. `login`: there is no
-login to the hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded, under the author's
-name or a placeholder such as <your-model-id>, is read from this machine, with the small model's tokenizer if none was
-uploaded. `length`: the small model has a token for each byte, so `max_length` of SFTConfig and `max_model_len` of
-vLLM's own LLM are four times as long. It knows <think> and </think>, as many of the replaced models do. If a notebook
-stops, the verdict says in which cell (from 0) and why. Other files of FOLDER are copied beside each notebook, in place
-of those that it downloads.
+`changed` counts what is replaced: install and import lines, and assertions about versions (`imports`); the `model`, by
+the one in the package, names of layers that only the replaced one has, by its most similar ones, and the turns of its
+chat template; the `dataset`, by made rows with the same columns; the number of `steps`, by two. `device`: without a
+card, requests for one become requests for the CPU. `login`: there is no login to the hub, to wandb or to trackio,
+nothing is shown or uploaded there, and what was uploaded, under the author's name or a placeholder such as
+<your-model-id>, is read from this machine, with the small model's tokenizer if none was uploaded. `length`: the small
+model has a token for each byte, so `max_length` of SFTConfig and `max_model_len` of vLLM's own LLM are four times as
+long. It knows <think> and </think>, as many of the replaced models do. If a notebook stops, the verdict says in which
+cell (from 0) and why. Other files of FOLDER are copied beside each notebook, in place of those that it downloads.
+`reason`: the notebook runs, the package refuses it by name (and for which wish), or whose error it was.
 """
 
 import ast
@@ -58,10 +59,13 @@ GPT_OSS = "gpt-oss"
 FAMILIES = (  # of models that the package refuses by name (docs/families.md), by the model's name
     (GPT_OSS, "(?i)gpt-oss"), ("the model's family", "gemma-2-|LFM2|Falcon-H1|granite-4.0-h|Nemotron-3|Qwen3.[56]-35B|"
                                "ERNIE-4.5-21B|gemma-4-26B"))
-NAMED = re.compile(r"(Unsupported|Value|Data|Preflight|Sandbox|EngineUnavailable)Error|TypeError: .*has no option")
+NAMED = re.compile(r"(Unsupported|Value|Data|Preflight|Sandbox|EngineUnavailable|GGUF|Merge)Error|"
+                   "TypeError: .*has no option")  # errors that say what to do
 WISHES = (  # what would have to be there, and words of the refusal
-    ("images", "(?i)images|vision"), ("preferences", "on preferences"), ("full fine-tuning", "full_finetuning"),
-    ("trained embeddings", "embedding stay frozen|Embeddings stay frozen|modules_to_save"))
+    ("images", r"\b[Ii]mages\b"), ("preferences", "on preferences"), ("full fine-tuning", "full_finetuning"),
+    ("trained embeddings", "embedding stay frozen|Embeddings stay frozen|modules_to_save"),
+    ("code run in the trainer's process", "Code that a model wrote"), ("OpenEnv's server", "No server of OpenEnv"),
+    ("code of the model's repository", "trust_remote_code"), ("llama.cpp, which is not installed", "llama.cpp"))
 ASKS_IMAGES = re.compile(r"""["']type["']:\s*["']image["']|ForConditionalGeneration|ImageTextToText|Vision2Seq""")
 CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
 ROWS = 256  # some notebooks show the hundredth row that they keep
