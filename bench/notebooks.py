@@ -41,7 +41,7 @@ from lowmem_grpo.trainer.loop import Trainer
 OURS = {"GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams"}  # names of TRL and vLLM, here too
 MADE_ROWS = "bench.notebooks"
 SETTINGS = ("GRPOConfig", "SFTConfig", "TrainingArguments", "UnslothTrainingArguments")
-UPLOADS = ("notebook_login", "push_to_hub")
+UPLOADS = ("notebook_login", "login", "push_to_hub")
 TRACKERS = (["wandb"], ["trackio"])
 OFFLINE = {"trackio_space_id": "None", "push_to_hub": "False", "report_to": "'none'"}  # an option, and its value here
 PLACEHOLDER = re.compile(r"<([\w-]+)>")  # of the reader's own repository
@@ -59,14 +59,16 @@ GPT_OSS = "gpt-oss"
 FAMILIES = (  # of models that the package refuses by name (docs/families.md), by the model's name
     (GPT_OSS, "(?i)gpt-oss"), ("the model's family", "gemma-2-|LFM2|Falcon-H1|granite-4.0-h|Nemotron-3|Qwen3.[56]-35B|"
                                "ERNIE-4.5-21B|gemma-4-26B"))
-NAMED = re.compile(r"(Unsupported|Value|Data|Preflight|Sandbox|EngineUnavailable|GGUF|Merge)Error|"
+NAMED = re.compile(r"(Unsupported|Value|Data|Preflight|Sandbox|EngineUnavailable|GGUF|Merge|ToolForm)Error|"
                    "TypeError: .*has no option")  # errors that say what to do
 WISHES = (  # what would have to be there, and words of the refusal
     ("images", r"\b[Ii]mages\b"), ("preferences", "on preferences"), ("full fine-tuning", "full_finetuning"),
     ("trained embeddings", "embedding stay frozen|Embeddings stay frozen|modules_to_save"),
     ("code run in the trainer's process", "Code that a model wrote"), ("OpenEnv's server", "No server of OpenEnv"),
     ("code of the model's repository", "trust_remote_code"), ("llama.cpp, which is not installed", "llama.cpp"))
-ASKS_IMAGES = re.compile(r"""["']type["']:\s*["']image["']|ForConditionalGeneration|ImageTextToText|Vision2Seq""")
+ASKS = (  # of what a notebook makes use, if it stops before that is refused
+    ("images", re.compile(r"""["']type["']\s*:\s*["']image["']|ForConditionalGeneration|ImageTextToText|Vision2Seq""")),
+    ("preferences", re.compile(r"\b(DPO|ORPO|KTO|CPO)Trainer\(")))
 CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
 ROWS = 256  # some notebooks show the hundredth row that they keep
 COLUMNS = ("notebook", "steps", "cells", "changed", "time", "verdict")
@@ -136,8 +138,9 @@ class NotebookChanges(public.Changes):
                 if keyword.arg in OFFLINE and not says_none(keyword.value):
                     keyword.value = self.expression("login", OFFLINE[keyword.arg])
         for keyword in node.keywords:
-            if (public.called(node), keyword.arg) in LENGTHS and getattr(keyword.value, "value", None):
-                keyword.value = self.expression("length", str(BYTES * ast.literal_eval(keyword.value)))
+            match keyword.value:
+                case ast.Constant(value=int(length)) if (public.called(node), keyword.arg) in LENGTHS:
+                    keyword.value = self.expression("length", str(BYTES * length))
             if self.own_template and keyword.arg in PARTS:
                 keyword.value = self.expression("model", repr(PARTS[keyword.arg]))
             if keyword.arg == "target_modules" and (names := small_names(keyword.value)):
@@ -373,13 +376,15 @@ def reason(row: public.Row) -> str:
     family = next((wish for wish, names in FAMILIES if re.search(names, models)), "")
     if family == GPT_OSS or (family and public.ran(row)):
         return f"refused: {family}"
-    if not error:
-        return "runs" if public.ran(row) else "trains nothing"
+    if public.ran(row):
+        return "runs"
     if place.startswith("lowmem_grpo") and NAMED.match(error):
         return "refused: " + next((wish for wish, words in WISHES if re.search(words, error)), "other")
     if place.startswith("lowmem_grpo") or "lowmem_grpo" in error:
         return "raw error of this package"
-    return "stops before: images" if row.get("asks_images") else "stops elsewhere"
+    if row.get("asks"):
+        return f"stops before: {row['asks']}"
+    return "stops elsewhere" if error else "trains nothing"
 
 
 def reasons_table(rows: list[public.Row]) -> list[str]:
@@ -413,7 +418,7 @@ def run(notebook: str, folder: str) -> public.Row:
     row = {"steps": [trainer.state.global_step for trainer in trainers.values()], **found, "cells": len(texts),
            "seconds": round(time.perf_counter() - began, 1), "changes": dict(changes.counts),
            "models": sorted({*changes.models} - {changes.model}),
-           "asks_images": any(map(ASKS_IMAGES.search, sources))}
+           "asks": next((wish for wish, words in ASKS if any(map(words.search, sources))), "")}
     return row | {"reason": reason(row)}
 
 

@@ -58,6 +58,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("pipeline('text-generation', model='<your-id>')", "pipeline('text-generation', model='your-id')", "login"),
     ("pipeline(model=f'me/{out}')", "pipeline(model=f'{out}')", "login"),
     ("vllm.LLM(x, max_model_len=256)", "vllm.LLM(x, max_model_len=1024)", "length"),
+    ("login()", "None", "login"),
     ("LLM(x)", "LLM(x, gpu_memory_utilization=0.1)", "device"),
     ("out = 'x-y'\nout = 'me/x-y'", "out = 'x-y'\nout = 'x-y'", "login"),
     ("get_peft_model(m, target_modules=['q_proj', 'w1'])", "get_peft_model(m, target_modules=['q_proj', 'gate_proj'])",
@@ -99,6 +100,7 @@ def test_the_small_model_has_room_for_tokens_of_thought_and_its_tokenizer_lies_b
     "x = 'cuda'; y = 'a/b'", "from datasets import Dataset", "import torch",
     "t.apply_chat_template(x, tokenize = True)", "m(target_modules = ['q_proj', 'lm_head'])",
     "from transformers import TrainingArguments", "from vllm import SamplingParams, LLM", "no python at all",
+    "vllm.LLM(x, max_model_len=a.b)",
 ])
 def test_nothing_else_is_changed(cell: str) -> None:
     changes = NotebookChanges("small", has_card=False)
@@ -140,8 +142,10 @@ OURS = {"steps": [], "raised_in": "lowmem_grpo.loader"}
     ({"steps": [], "error": "ImportError: cannot import name 'a' from 'lowmem_grpo'", "raised_in": "__main__"},
      "raw error of this package"),
     ({"steps": [], "error": "KeyError: 'a'", "raised_in": "transformers.x"}, "stops elsewhere"),
-    ({"steps": [], "error": "KeyError: 'a'", "raised_in": "transformers.x", "asks_images": True},
+    ({"steps": [], "error": "KeyError: 'a'", "raised_in": "transformers.x", "asks": "images"},
      "stops before: images"),
+    ({"steps": [], "asks": "preferences"}, "stops before: preferences"), ({"steps": [2], "asks": "images"}, "runs"),
+    (OURS | {"error": "ToolFormError: the chat template has no tool calls"}, "refused: other"),
 ])
 def test_the_reason_is_a_run_a_refusal_by_wish_or_whose_error_it_was(row: dict[str, Any], expected: str) -> None:
     assert reason(row) == expected
