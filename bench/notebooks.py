@@ -19,6 +19,7 @@ import ast
 import json
 import os
 import re
+import resource
 import shutil
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -37,6 +38,7 @@ from bench.common import public_code as public
 from bench.common.tables import markdown
 from lowmem_grpo.recipes.tasks.arithmetic import problems
 from lowmem_grpo.trainer.loop import Trainer
+from lowmem_grpo.utils import GIB
 
 OURS = {"GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams"}  # names of TRL and vLLM, here too
 MADE_ROWS = "bench.notebooks"
@@ -69,6 +71,7 @@ WISHES = (  # what would have to be there, and words of the refusal
 ASKS = (  # of what a notebook makes use, if it stops before that is refused
     ("images", re.compile(r"""["']type["']\s*:\s*["']image["']|ForConditionalGeneration|ImageTextToText|Vision2Seq""")),
     ("preferences", re.compile(r"\b(DPO|ORPO|KTO|CPO)Trainer\(")))
+MEMORY = 10 * GIB  # bytes that a notebook may take of the host
 CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
 ROWS = 256  # some notebooks show the hundredth row that they keep
 COLUMNS = ("notebook", "steps", "cells", "changed", "time", "verdict")
@@ -403,6 +406,8 @@ def run(notebook: str, folder: str) -> public.Row:
     """Run the cells in `folder` until one fails; return the steps of each trainer and how far the notebook got."""
     sources = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
     os.chdir(folder)
+    if not torch.cuda.is_available():  # a class of another model, made from the small one's config, may be of full size
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     for beside in Path(notebook).parent.iterdir():  # files that a shell line would have downloaded
         if beside.is_file() and beside.suffix != ".ipynb":
             shutil.copy(beside, folder)
