@@ -59,8 +59,9 @@ LAYERS = {  # of a replaced model: the most similar layer of the small one
 }
 GPT_OSS = "gpt-oss"
 FAMILIES = (  # of models that the package refuses by name (docs/families.md), by the model's name
-    (GPT_OSS, "(?i)gpt-oss"), ("the model's family", "gemma-2-|LFM2|Falcon-H1|granite-4.0-h|Nemotron-3|Qwen3.[56]-35B|"
-                               "ERNIE-4.5-21B|gemma-4-26B"))
+    (GPT_OSS, "(?i)gpt.oss"),
+    ("the model's family", "(?i)gemma-?2[-_]|LFM2|Falcon.H1|granite-4.0-h|Nemotron-3|Qwen3.[56]-35B|ERNIE-4.5-21B|"
+                           "gemma-4-26B"))
 NAMED = re.compile(r"(Unsupported|Value|Data|Preflight|Sandbox|EngineUnavailable|GGUF|Merge|ToolForm)Error|"
                    "TypeError: .*has no option")  # errors that say what to do
 WISHES = (  # what would have to be there, and words of the refusal
@@ -375,16 +376,16 @@ def load_dataset(path: str, name: str | None = None, *, split: Any = None, strea
 def reason(row: public.Row) -> str:
     """Return in a few words what came of a notebook: it runs, the wish of which a refusal speaks, or whose error it
     was. A model whose family the package refuses counts as refused, although the small one in its place runs."""
-    models, error, place = " ".join(row.get("models", ())), str(row.get("error", "")), str(row.get("raised_in", ""))
+    error, place = str(row.get("error", "")), str(row.get("raised_in", ""))
+    models = " ".join([*row.get("models", ()), str(row.get("notebook"))])
     family = next((wish for wish, names in FAMILIES if re.search(names, models)), "")
     if family == GPT_OSS or (family and public.ran(row)):
         return f"refused: {family}"
     if public.ran(row):
         return "runs"
-    if place.startswith("lowmem_grpo") and NAMED.match(error):
-        return "refused: " + next((wish for wish, words in WISHES if re.search(words, error)), "other")
     if place.startswith("lowmem_grpo") or "lowmem_grpo" in error:
-        return "raw error of this package"
+        return ("refused: " + next((wish for wish, words in WISHES if re.search(words, error)), "other")
+                if NAMED.match(error) else "raw error of this package")
     if row.get("asks"):
         return f"stops before: {row['asks']}"
     return "stops elsewhere" if error else "trains nothing"
