@@ -127,9 +127,8 @@ class Shapes:
         return lambda row: {"text": function(row)}
 
 
-def first_of(rows: Any) -> dict[str, Any]:
-    found: dict[str, Any] = rows.peek(1)[0] if isinstance(rows, Stream) else rows[0]
-    return found
+def first_of(rows: Any) -> Any:
+    return rows.peek(1)[0] if isinstance(rows, Stream) else rows[0]
 
 
 def takes_batches(function: Callable[..., Any], row: dict[str, Any]) -> bool:

@@ -13,8 +13,7 @@ from transformers import BatchEncoding
 
 from lowmem_grpo.utils import UnsupportedError
 
-MEDIA = ("images", "image", "videos", "video", "audio", "audios")  # options of processors
-MEDIA_TYPES = ("image", "video", "audio")  # of a message's part; "image_url" and "input_image" contain one
+MEDIA = ("image", "video", "audio")  # types of a message's part, or in them, as in "image_url"; options of processors
 TEXT_ALONE = ("images and sounds are not supported, only text is trained here: leave them out of the messages and out "
               "of the tokenizer's call (docs/families.md names the multimodal checkpoints whose text model loads)")
 
@@ -48,7 +47,8 @@ class IdsTokenizer:
     programs for multimodal models pass them to a processor, and this tokenizer takes its place."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if any(options.get(name) is not None for name in MEDIA) or any(map(is_picture, args[:2])):
+        if any(options.get(name) is not None for each in MEDIA for name in (each, f"{each}s")) or any(
+                map(is_picture, args[:2])):
             raise UnsupportedError(TEXT_ALONE)
         return super().__call__(*args, **options)  # type: ignore[misc]
 
@@ -77,7 +77,7 @@ def has_media(conversation: Any) -> bool:
         return any(map(has_media, conversation))
     content = conversation.get("content") if isinstance(conversation, Mapping) else None
     return isinstance(content, list | tuple) and any(
-        isinstance(part, Mapping) and any(name in str(part.get("type")) for name in MEDIA_TYPES) for part in content)
+        isinstance(part, Mapping) and any(name in str(part.get("type")) for name in MEDIA) for part in content)
 
 
 @cache
