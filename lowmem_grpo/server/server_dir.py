@@ -108,12 +108,13 @@ class ServerDir:
     """The folder of a server, locked so that one server at a time uses it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.expanduser().absolute()
+        self.named = folder.expanduser()  # as its user wrote it
+        self.folder = self.named.absolute()
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[Database]:
         """Create the folder if missing, lock it, and yield its database. OSError if another server holds the lock."""
-        check_place(self.folder, "--folder")
+        check_place(self.named, "--folder")
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             lock = lock_file(self.folder / LOCK)
