@@ -12,6 +12,7 @@ from lowmem_grpo.config.unsupported import CheckedCall, Table, only
 from lowmem_grpo.utils import COUNT, POSITIVE, TEXTS, TRUTH, ZERO_OR_MORE, Rule, at_least, check_ranges, number, one_of
 
 PARALLEL = "parallel"
+MIXER = 0x9E3779B1  # odd, so that seeds which differ in 32 higher bits get different lower ones
 LATE = "the rewards {} are computed after sampling (score_while_sampling=True computes them before)"
 MEND = "mend that, or leave train_while_sampling out"
 PENALTY = "A penalty makes the sampled tokens others than the model's own; reward the text instead."
@@ -86,7 +87,7 @@ class SamplingParams(metaclass=CheckedCall):
     def seeds(self) -> list[int] | None:
         """The seeds of a prompt's n completions; None if they are random, or if the seed is that of N prompts."""
         own = self.part is None and self.seed not in (None, -1)
-        return [(int(self.seed or 0) + index) % 2**64 for index in range(self.n)] if own else None
+        return [seed_of(int(self.seed or 0), index) for index in range(self.n)] if own else None
 
     def of_call(self, prompts: int) -> "SamplingParams":
         """Return the parameters of one call with `prompts` prompts, which share the seed, unless `part` is set."""
@@ -96,6 +97,13 @@ class SamplingParams(metaclass=CheckedCall):
     def truncates(self) -> bool:
         """True if some tokens cannot be drawn, which breaks the importance-sampling identity."""
         return self.top_p < 1 or self.top_k > 0 or bool(self.min_p)
+
+
+def seed_of(seed: int, index: int) -> int:
+    """Return the seed of completion `index` of a prompt: seed + index, as in vLLM. On a CPU torch reads only the low 32
+    bits of a seed, so any higher bits are mixed into these."""
+    whole = seed % 2**64
+    return (whole + (whole >> 32) * MIXER + index) % 2**63
 
 
 @dataclass(frozen=True)

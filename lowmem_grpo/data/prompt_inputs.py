@@ -14,7 +14,7 @@ from typing import Any
 from lowmem_grpo.config.sampling import SamplingParams, as_sampling_params
 
 Encoded = tuple[str, list[int]]  # text and token ids of a prompt
-Form = Callable[[Any], Any]  # of the function in a tool call
+Form = Callable[[Any], Any]  # changes the function in a tool call
 WRITTEN: dict[tuple[str, bool], tuple[Form, Form]] = {}  # by chat template, and whether tools are told
 KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of these"
 CLOSED = {"add_generation_prompt": False, "continue_final_message": False}  # render without a generation prompt

@@ -232,7 +232,7 @@ class PlainRows:
             return list(self[0])
         if isinstance(self.rows, (list, tuple)):
             return list(dict.fromkeys(name for row in self.rows if isinstance(row, Mapping) for name in row))
-        names = getattr(self.rows, "column_names", None)  # of a datasets.Dataset, those before a transform
+        names = getattr(self.rows, "column_names", None)  # a datasets.Dataset names those before a transform
         return list(self[0]) if names is not None and len(self) else names
 
 

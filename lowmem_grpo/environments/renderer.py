@@ -127,7 +127,7 @@ class Renderer:
         """Return the prompt of a turn, (P,): the conversation with the generation prompt. Only text of the first
         `trusted` messages, those of the dataset, can become special tokens; None trusts all."""
         if trusted is None or trusted >= len(messages):
-            return self.marks.encode(self.template.text(messages))
+            return self.marks.encode(self.template.text_of_calls(messages))
 
         def text(stand_ins: StandIns) -> str:
             later = [thought_apart(stand_ins.defused(message), self.template.source) for message in messages[trusted:]]

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from peft import PeftModel
@@ -87,18 +89,40 @@ def set_mode(model: nn.Module, training: bool) -> None:
         model.train(training)
 
 
+@dataclass(eq=False)
+class HeldMode:
+    """The modes of a model's modules before a context changed them, and the number of contexts that rely on it."""
+
+    modes: list[tuple[nn.Module, bool]]
+    users: int = 0
+
+
+MODES = Lock()
+HELD: WeakKeyDictionary[nn.Module, list[HeldMode]] = WeakKeyDictionary()
+
+
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Put the model in train or evaluation mode within this context, and restore each module's mode afterwards: modes
-    may differ between modules, as in a model that PEFT has just put LoRA on."""
-    modes = [(module, module.training) for module in model.modules()]
-    set_mode(model, training)
+    may differ between modules, as in a model that PEFT has just put LoRA on. If several threads are in contexts of the
+    same mode, the last one to leave restores."""
+    with MODES:
+        held = HELD.setdefault(model, [])
+        if not held or any(module.training != training for module in model.modules()):
+            held.append(HeldMode([(module, module.training) for module in model.modules()]))
+            set_mode(model, training)
+        mine = held[-1]
+        mine.users += 1
     try:
         yield
     finally:
-        for module, before in modes:
-            if module.training != before:
-                module.training = before
+        with MODES:
+            mine.users -= 1
+            if not mine.users:
+                held.remove(mine)
+                for module, before in mine.modes:
+                    if module.training != before:
+                        module.training = before
 
 
 def evaluating(model: nn.Module) -> AbstractContextManager[None]:

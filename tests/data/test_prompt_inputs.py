@@ -202,6 +202,21 @@ def test_several_calls_in_both_forms_are_each_read() -> None:
     assert encode(tokenizer, mixed)[0] == wanted and '\\"' not in wanted
 
 
+@every_row("name", ["gemma4", "gemma4_v5", "diffusion_gemma", "muse_glimmer"])
+def test_results_of_parallel_calls_are_served_with_the_names_that_are_trained(name: str) -> None:
+    """Plain transformers, with the ids that such templates look the name up by: a served call has an id as well."""
+    tokenizer, talk = tokenizer_of(name), with_content(called({"city": "Rome"}))
+    talk[1]["tool_calls"].append({"function": {"name": "now", "arguments": {"zone": "UTC"}}})
+    for number, call in enumerate(talk[1]["tool_calls"]):
+        call.update(id=f"id{number}", type="function")
+    results = [{"role": "tool", "tool_call_id": f"id{number}", "content": said}
+               for number, said in enumerate(("Sun", "9"))]
+    talk[2:] = results
+    wanted = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(Renderer(tokenizer).first(plain([*talk[:2], *results[::-1]]))) == wanted
+    assert encode(tokenizer, talk)[0] == wanted
+
+
 def test_a_history_of_calls_that_a_template_leaves_out_is_refused() -> None:
     with pytest.raises(ValueError, match=r"leaves out the call of weather; set tokenizer\.chat_template"):
         encode(tokenizer_of("lfm2"), called({"city": "Rome"}))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -52,6 +53,9 @@ def test_a_requests_seed_is_its_own_whatever_else_is_sampled(engine: Any, prompt
     assert drawn[0] != drawn[1] and drawn[0][0] != drawn[0][1], "-1 is random"
     others = [ids_of(engine.generate([one, one], replace(params, seed=seed))) for seed in (0, -7)]
     assert others[0] != others[1] and all(first == second for first, second in others)
+    high = [ids_of(engine.generate([one], replace(params, seed=seed))) for seed in (1, 2**32 + 1, 2**33 + 1, 1 - 2**63)]
+    assert all(first != second for first, second in combinations(high, 2)), "also the bits that torch's CPU leaves out"
+    assert engine.generate([one], replace(params, seed=2**64 - 1)), "whose last completions are beyond torch's range"
 
 
 def test_completions_of_training_share_no_random_numbers(engine: Any, prompts: list[list[int]]) -> None:

@@ -150,3 +150,19 @@ def test_a_mode_that_was_set_by_hand_outlives_nested_contexts_and_errors() -> No
         assert all(modes(model).values())
         raise RuntimeError
     assert modes(model) == before
+
+
+def test_a_mode_stays_until_the_last_of_several_threads_has_left_it() -> None:
+    """Arithmetic: two threads' calls overlap, and the first to come is the first to go, as equal requests are."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).train()
+    model[0].eval()
+    before, (first, second, third) = modes(model), [evaluating(model) for _ in range(3)]
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(modes(model).values()), "the second thread still samples"
+    third.__enter__()
+    second.__exit__(None, None, None)
+    assert not any(modes(model).values())
+    third.__exit__(None, None, None)
+    assert modes(model) == before

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.config.sampling import SamplingParams, seed_of
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import ToolFormError
 from lowmem_grpo.environments.tools.parsers import Reading
@@ -260,7 +260,7 @@ def params_of(asked: CompletionRequest, prompt: int, place: int, context: int) -
             400, f"This model's maximum context length is {context} tokens. However, your {field} resulted in {prompt} "
             f"tokens. Please reduce the length of the {field}, or load the model with a larger max_seq_length", field,
             "context_length_exceeded")
-    seed = None if asked.seed in (None, -1) else (asked.seed + place) % 2**64  # as vLLM does
+    seed = None if asked.seed in (None, -1) else seed_of(asked.seed, place)
     return SamplingParams(max_tokens=min(room, asked.bound or room), seed=seed, **asked.sampling)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.config.sampling import SamplingParams, seed_of
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.models.packing import Packer, unpack
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
@@ -210,7 +210,7 @@ class SampleService:
         """Submit a sample to the worker, and return its promise. BusyError if the user has too many open requests."""
         params, seed, top = params_of(asked, self.bounds), asked.sampling_params.seed, asked.topk_prompt_logprobs or 0
         self.usage.begin_sample(owner)
-        seeds = [None if seed is None else seed + number for number in range(asked.num_samples)]
+        seeds = [None if seed is None else seed_of(seed, number) for number in range(asked.num_samples)]
         turns = [self.worker.submit(Call(asked.ids, replace(params, seed=each), adapter)) for each in seeds]
         prompt = (self.scoring.ask(asked.ids, adapter, top, asked.prompt_logprobs_last_n)
                   if asked.scored or top else None)
