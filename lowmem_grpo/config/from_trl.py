@@ -6,6 +6,7 @@ is refused. For other fields we take that default over (`TAKEN_OVER`) or keep ou
 
 import inspect
 import logging
+import os
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -107,7 +108,9 @@ def taken_in(others: dict[str, Any], settings: Settings, trainer: type) -> Setti
         else:
             known = [*inspect.signature(trainer).parameters, *REFUSED, *field_names(kind)]
             raise TypeError(f"{trainer.__name__} has no parameter {name!r}{suggestion(name, known)}")
-    return replace(settings, **options) if options else settings
+    settings = replace(settings, **options) if options else settings
+    vars(settings)["home"] = os.getcwd()  # before rows are read, as a dataset of the user's may change it
+    return settings
 
 
 def with_names(placed: tuple[Any, ...], **named: Any) -> tuple[Any, ...]:

@@ -64,6 +64,8 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay", "adam_beta1",
         "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
     """Not a field: settings that a trainer reads when it is made, and never again."""
+    home: ClassVar[str] = ""
+    """Not a field: the folder in which the trainer was made, to which relative paths belong."""
 
     output_dir: str = "outputs"
     overwrite_output_dir: bool = False

@@ -82,6 +82,10 @@ class ExampleEncoder(PromptEncoder):
         trained = [self.prompt_too] * len(prompt.ids) + [True] * len(ids)
         return self.example(row, prompt.text, [*prompt.ids, *ids], trained, "prompt and completion")
 
+    def surely(self, row: dict[str, Any]) -> bool:
+        """Return False: only the tokens say whether one of them is trained."""
+        return False
+
     def example(self, row: dict[str, Any], text: str, ids: list[int], trained: list[bool], what: str) -> Example | str:
         """Return the Example of the tokens `ids`, or the reason to skip the row, in which `what` names the tokens. The
         first token is never trained, since nothing predicts it. The completion ends with the last trained token."""

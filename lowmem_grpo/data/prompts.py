@@ -18,6 +18,7 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
+SPECIAL = 8  # tokens that a tokenizer may add to a text
 SHOWN = 3  # skipped rows that are logged for each reason
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
 
@@ -63,22 +64,29 @@ class PromptEncoder:
 
     def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
         """Return the prompt, however long, or the reason for leaving the row out."""
-        prompt: Any = row.get("prompt")
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                return "empty prompt"
-            text = prompt
-        elif is_chat(prompt):
-            if why := odd_role(prompt, self.tokenizer):
-                return why
-            text = self.render(prompt, self.options(row))
-        else:
-            return no_chat(prompt, "prompt")
-        if why := half_pair(text, "prompt"):
+        text, why = self.text_of(row)
+        if why:
             return why
-        chat = not isinstance(prompt, str)
+        chat = not isinstance(row["prompt"], str)
         ids = self.tokenizer(text, add_special_tokens=False).input_ids if chat else text_ids(self.tokenizer, text)
         return Prompt(row, ids, text)
+
+    def text_of(self, row: dict[str, Any]) -> tuple[str, str]:
+        """Return the prompt's text as the model sees it, and the reason for leaving the row out, or ""."""
+        prompt: Any = row.get("prompt")
+        if isinstance(prompt, str):
+            return prompt, half_pair(prompt, "prompt") if prompt.strip() else "empty prompt"
+        if not is_chat(prompt):
+            return "", no_chat(prompt, "prompt")
+        if why := odd_role(prompt, self.tokenizer):
+            return "", why
+        text = self.render(prompt, self.options(row))
+        return text, half_pair(text, "prompt")
+
+    def surely(self, row: dict[str, Any]) -> bool:
+        """Return whether the row is usable without doubt: its text has few bytes, and a token has at least one."""
+        text, why = self.text_of(row)
+        return not why and (self.truncate or len(text.encode()) + SPECIAL <= self.max_prompt_length)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:
         return self.template_kwargs
@@ -197,11 +205,14 @@ class PromptSource:
         return self.position // len(self.dataset)
 
     def count_rows(self, read: bool = False) -> int | None:
-        """Return the rows that are not known to be unusable; `read` encodes all rows first, unless they are packs."""
+        """Return the rows that are not known to be unusable; `read` looks at all rows first, unless they are packs, or
+        are made at each reading, by a transform or by a class of the user's."""
+        read = read and getattr(self.dataset, "stored", True)
         self.all_read |= read
         for index in range(len(self.dataset)) if read and self.encoder.column != "rows" else ():
             with suppress(Exception):  # the checks before the run report a row that cannot be read
-                if isinstance(self.encoder.encode(self.dataset[index]), str):
+                row = self.dataset[index]
+                if not self.encoder.surely(row) and isinstance(self.encoder.encode(row), str):
                     self.unusable.add(index)
         return max(1, len(self.dataset) - len(self.unusable))
 

@@ -218,6 +218,13 @@ class PlainRows:
     def change_each(self, change: Callable[[Row], Row]) -> None:
         self.change = change
 
+    @property
+    def stored(self) -> bool:
+        """True if a reading costs little and gives the same row again: no transform and no class of the user's."""
+        rows = self.rows
+        plain = comes_from(rows, "datasets", "Dataset") and rows.format["type"] != "custom"
+        return plain or isinstance(rows, (list, tuple))
+
     def __len__(self) -> int:
         return len(self.rows)
 

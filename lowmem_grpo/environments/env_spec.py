@@ -197,6 +197,10 @@ class EpisodeEncoder(PromptEncoder):
             raise DataError(str(error)) from error
         return Prompt(row, ids, str(self.tokenizer.decode(ids)))
 
+    def surely(self, row: dict[str, Any]) -> bool:
+        """Return False: tools and environments add to the text of a row."""
+        return False
+
 
 def seeded_rows(count: int, seed: int = 0, held_out: bool = False) -> list[dict[str, Any]]:
     """Return `count` rows with an empty prompt and a `seed`, which all episodes of a group pass to `reset(seed=...)`.
@@ -217,6 +221,10 @@ class WithPrompts:
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = dict(self.rows[index])
         return row if row.get("prompt") else row | {"prompt": [{"role": "user", "content": ""}]}
+
+    @property
+    def stored(self) -> bool:
+        return bool(getattr(self.rows, "stored", True))
 
     @property
     def column_names(self) -> list[str]:

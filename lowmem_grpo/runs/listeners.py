@@ -206,7 +206,7 @@ class TensorboardSink(Sink):
         self.early: list[tuple[dict[str, float], int]] | None = []  # lines before the first `train`; None after
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.folder = Path(args.output_dir).absolute() / TENSORBOARD
+        self.folder = Path(args.home, args.output_dir).absolute() / TENSORBOARD
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         early, self.early = self.early or [], None

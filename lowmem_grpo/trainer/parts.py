@@ -113,7 +113,7 @@ def make_parts(
         num_train_epochs=args.epochs_of(rows))
     if not processes.leads:  # the leading rank sets neither attribute, because its state is saved for all ranks
         state.is_world_process_zero, state.is_local_process_zero = False, not processes.place.local
-    run_dir = Path(args.output_dir).absolute()  # a reward or a notebook may change the working directory
+    run_dir = Path(args.home, args.output_dir).absolute()  # a reward or a notebook may change the working directory
     records = RunRecords(run_dir) if processes.leads else NoRecords(run_dir)
     optimizer, scheduler = own_or_made(optimizers, policy.trainable, args, state.max_steps)
     fp16 = torch.float16 in (policy.autocast_dtype, policy.head.weight.dtype)

@@ -118,7 +118,9 @@ class Saver:
         logged). Return its folder, or None if there is no checkpoint yet; raise CheckpointError if all are broken."""
         checkpoint.clean_leftovers(self.run_dir)
         broken: list[str] = []
-        newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [Path(str(wanted)).expanduser()]
+        given = Path(str(wanted)).expanduser()
+        given = given if given.exists() else Path(self.config.home, given)  # the working directory may have changed
+        newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [given]
         for folder in newest:
             try:
                 self.load(folder)

@@ -75,6 +75,19 @@ def test_an_unusable_row_is_skipped_counted_and_named(
     assert caplog.messages[0] == f"row 0 skipped: {named}"
 
 
+@pytest.mark.parametrize("truncate", [False, True])
+def test_short_rows_are_counted_without_their_tokens_and_the_count_is_that_of_the_encoder(truncate: bool) -> None:
+    texts = ["x" * 12, "x" * 13, "x" * 20, "x" * 21, "\u20ac" * 4, "\u20ac" * 5, "\u20ac" * 21, " ", "half \ud83d"]
+    held = [*({"prompt": text} for text in texts), {"prompt": None}, {"prompt": 7}, *({"prompt": [
+        {"role": role, "content": text}]} for role, text in (("user", "x"), ("usr", "x"), ("user", "x" * 99)))]
+    encoder = PromptEncoder(tokenizer_of(TEMPLATE), 20, truncate=truncate)
+    sure = [encoder.surely(row) for row in held]
+    prompts = PromptSource(held, encoder, 0)
+    assert prompts.count_rows(read=True) == sum(isinstance(encoder.encode(row), Prompt) for row in held)
+    assert all(isinstance(encoder.encode(row), Prompt) for row, known in zip(held, sure, strict=True) if known)
+    assert [place for place, known in enumerate(sure) if known][:2 + truncate] == ([0, 1, 2] if truncate else [0, 4])
+
+
 def test_the_log_names_only_the_first_few_bad_rows(caplog: pytest.LogCaptureFixture) -> None:
     prompts = source([{"prompt": "", "index": index} for index in range(50)] + [*rows(1), {"index": 51}], shuffle=False)
     with caplog.at_level(logging.WARNING):

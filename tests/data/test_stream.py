@@ -168,6 +168,22 @@ def test_rows_that_a_transform_makes_are_trained_and_evaluated_on_as_in_trl(tmp_
     assert len(seen) >= 8 and all(prompt.endswith(f"+ {draw}?") for prompt, draw in seen), "a row is read once"
 
 
+def test_a_run_of_epochs_reads_rows_that_are_made_at_each_reading_once_in_training(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def ask(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        made.extend(batch["number"])
+        return {"prompt": [f"{number}?" if number else " " for number in batch["number"]], "number": batch["number"]}
+
+    stored = Dataset.from_list([{"number": number} for number in range(41)])
+    trainer = make(tmp_path, lambda completions, **_: [0.0] * len(completions), stored.with_transform(ask), load(),
+                   max_steps=-1, num_train_epochs=1, per_device_train_batch_size=20, num_generations=2, preflight=False)
+    assert set(made) == {0}, "the first row tells the columns; TRL's GRPO reads no more before training either"
+    made.clear()
+    trainer.train()
+    assert sorted(made) == [*range(41)] and trainer.state.epoch == 1 and trainer.source.skipped.total() == 1
+
+
 def test_columns_are_those_of_the_first_row_whatever_is_stored(tmp_path: Path) -> None:
     held = Dataset.from_list([{"prompt": "a", "answer": 1}])
     for rows in (held.with_transform(lambda batch: {"text": ["b"]}), held.with_format("torch", columns=["answer"])):

@@ -195,6 +195,32 @@ def test_relative_paths_mean_the_folder_in_which_the_trainer_was_made(
     assert [path.name for path in tmp_path.rglob("out")] == ["out"] and not Path("out").exists()
 
 
+class Wandering(list[Any]):
+    """Rows whose reading goes to another folder."""
+
+    away: Path
+
+    def __getitem__(self, place: Any) -> Any:
+        os.chdir(self.away)
+        return super().__getitem__(place)
+
+
+def test_rows_that_change_the_working_directory_and_a_resume_from_a_relative_path_stay_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, rows = tmp_path / "home", Wandering(trainer_runs.ROWS)
+    rows.away = tmp_path / "away"
+    home.mkdir()
+    rows.away.mkdir()
+    monkeypatch.chdir(home)
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "report_to": "tensorboard"}
+    trainer = trainer_runs.make(Path("out"), trainer_runs.by_letters, rows, **settings)
+    assert trainer.train().finished and Path.cwd() == rows.away
+    assert trainer.run_dir == home / "out" and (home / "out" / "tensorboard").is_dir()
+    assert trainer.train(resume_from_checkpoint="out/checkpoint-1").finished
+    assert [path.name for path in home.iterdir()] == ["out"] and not [*rows.away.iterdir()]
+
+
 def test_a_folder_that_cannot_be_made_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RecordError, match="a file is where the run needs a folder: move it away"):
