@@ -172,6 +172,7 @@ class PromptSource:
     position: int = 0  # rows drawn so far, over all epochs
     taken: int = 0  # prompts returned by `next_batch` in this epoch
     last: float = 0.0  # the part of an epoch that its last call returned
+    reached: float = 0.0  # `epoch` after that call
     unusable: set[int] = field(default_factory=set)  # rows known to be unusable
     all_read: bool = False  # True if all other rows are known to be usable
     skipped: Counter[str] = field(default_factory=Counter)  # rows by reason
@@ -226,15 +227,15 @@ class PromptSource:
 
     def next_batch(self, count: int) -> list[Prompt]:
         """Return the next `count` usable prompts, fewer at the end of an epoch. DataError if all rows are unusable."""
-        if self.whole is None:
-            return self.take(count)
-        kept: list[Prompt] = []
-        while not kept:
+        kept: list[Prompt] = self.take(count) if self.whole is None else []
+        while self.whole is not None and not kept:
             begins = self.begins
             prompts = self.take(count, across=False)
             kept = prompts[: len(prompts) - len(prompts) % self.whole] or (prompts if begins else [])
-        self.taken, self.last = len(kept) + (0 if begins else self.taken), self.share(len(kept))
-        self.leave_rest(self.whole)
+            if kept:
+                self.taken, self.last = len(kept) + (0 if begins else self.taken), self.share(len(kept))
+                self.leave_rest(self.whole)
+        self.reached = self.epoch
         return kept
 
     @property
@@ -311,5 +312,6 @@ class PromptSource:
         self.taken = state.get("taken", self.position % len(self.dataset))  # older checkpoints have neither
         if not self.all_read:
             self.unusable.update(state.get("unusable", ()))
+        self.reached = self.epoch
         if self.pools is not None and "pools" in state:
             self.pools.restore(state["pools"])

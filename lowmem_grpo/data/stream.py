@@ -193,6 +193,7 @@ class StreamSource(PromptSource):
             self.dataset.pass_to(state["drawn"], state["rounds"])
         self.position, self.rounds, self.recent = state["position"], state["rounds"], []
         self.taken = state.get("taken", 0)  # older checkpoints have none
+        self.reached = self.epoch
         self.fruitful, self.skipped = self.rounds, type(self.skipped)(state["skipped"])
 
 

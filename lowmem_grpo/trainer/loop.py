@@ -135,7 +135,7 @@ class Trainer(TrlApi):
         tokens = self.learner.num_tokens(groups) / len(parts) if self.objective.counts_generation else None
         steps = [self.learner.forward_backward(part, tokens, begun) | self.optim_step() for part in order]
         undone = 1 - len(order) / (len(parts) * getattr(self.args, "num_iterations", 1) or 1)
-        self.state.epoch = self.source.epoch - undone * self.source.last
+        self.state.epoch = self.source.reached - undone * self.source.last
         return mean_of(steps) | self.learner.guard.over(steps)
 
     def forward_backward(self, groups: list[RolloutGroup]) -> dict[str, float]:
