@@ -13,7 +13,6 @@ from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.pretrained import nf4
 from lowmem_grpo.rollout.parity import ParityError, ParityGate
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -39,14 +38,12 @@ class Compared(NamedTuple):
         return ParityGate(self.policy, SamplingParams(), 1, None, state=TrainerState()).check(groups)
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float16", "float32", "nf4"])
+@pytest.fixture(scope="module", params=["bfloat16", "float16", "float32"])
 def compared(request: pytest.FixtureRequest) -> Compared:
-    dtype = torch.bfloat16 if request.param == "nf4" else getattr(torch, request.param)
-    folder, four_bit = str(published_model().folder), request.param == "nf4"
-    model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=256, dtype=dtype, load_in_4bit=four_bit)
+    dtype, folder = getattr(torch, request.param), str(published_model().folder)
+    model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=256, dtype=dtype, load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=False)
-    more = {"quantization_config": nf4(dtype)} if four_bit else {}
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more).eval()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True,
                                              return_dict=False) for question in QUESTIONS]
     return Compared(Policy(model), tokenizer, plain, prompts)

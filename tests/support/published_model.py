@@ -63,5 +63,5 @@ def convert(gguf: Path, folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in read.config.to_dict().items() if k not in left_out}))
     model.load_state_dict(read.state_dict())
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf, gguf_file=FILE).save_pretrained(folder)
