@@ -33,8 +33,8 @@ BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.01, torch.float32: 0.001, torch
 # Measured on the model that ships with the package: 0.09 and 0.2
 BOUNDS_8_BITS = {"fp8": 0.2, "fp8_e4m3": 0.2, "fp8_e5m2": 0.4}
 # Above these bounds, the multiples of the measured rounding that are allowed. Measured on SmolLM2-135M-Instruct in
-# bfloat16 (bench/LOG.md): 0.8 to 1.3 with a cache in 16 bits, 4.5 with e4m3, 10 with e5m2; a wrong position is 2.6
-OF_ROUNDING, OF_ROUNDING_8_BITS = 1.75, {"fp8": 8.0, "fp8_e4m3": 8.0, "fp8_e5m2": 18.0}
+# bfloat16 (bench/LOG.md): 0.8 to 1.2 with a cache in 16 bits, 4.5 with e4m3, 10 with e5m2; a wrong position is 2.6
+OF_ROUNDING, OF_ROUNDING_8_BITS = 1.5, {"fp8": 8.0, "fp8_e4m3": 8.0, "fp8_e5m2": 18.0}
 FEW = 4.0  # over N tokens, the mean may also be off by this / sqrt(N), as a share: few tokens have the most rounding
 MASKED = 'vllm_importance_sampling_mode="token_mask" with vllm_importance_sampling_clip_min=0.5 and _clip_max=5'
 GROUPS = 4  # the most groups per check

@@ -10,6 +10,7 @@ from functools import partial
 from statistics import fmean, median
 from typing import Any
 
+from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.types import Finding
 
@@ -18,7 +19,8 @@ Line = Mapping[str, Any]
 Condition = Callable[[Line, list[float]], str | None]
 """(line, values that the alarm keeps between steps) -> what is wrong; "" if nothing is, None without the metric."""
 
-MISMATCH_K3 = 0.01  # mean k3 between sampler and trainer, far above the rounding of 16 bits
+# Mean k3 between sampler and trainer, far above what a KV cache of this dtype does (bench/LOG.md: 0.0014, 0.033, 0.14)
+MISMATCH_K3 = {AUTO: 0.01, "fp8": 0.1, "fp8_e4m3": 0.1, "fp8_e5m2": 0.4}
 EFFECTIVE_SAMPLES = 0.5  # effective sample size under the mismatch, as a share
 CLIPPED = 0.3  # share of tokens (of sequences, at the sequence level) without gradient
 KL = 1.0  # nats per token
@@ -67,8 +69,8 @@ def no_signal(line: Line, kept: list[float]) -> str | None:
     return f"in every group all completions earned the same reward (mean {line.get('reward', 'none')})"
 
 
-def mismatch(line: Line, kept: list[float]) -> str | None:
-    each = (outside(lambda k3: k3 > MISMATCH_K3, "mismatch/k3")(line, kept),
+def mismatch(most: float, line: Line, kept: list[float]) -> str | None:
+    each = (outside(lambda k3: k3 > most, "mismatch/k3")(line, kept),
             outside(lambda share: share < EFFECTIVE_SAMPLES, "mismatch/effective_samples")(line, kept))
     return None if each == (None, None) else ", ".join(filter(None, each))
 
@@ -130,7 +132,9 @@ ALARMS = (
     ),
     Alarm(
         "mismatch", "sampler and trainer disagree",
-        f"mismatch/k3 is above {MISMATCH_K3}, or mismatch/effective_samples is below {EFFECTIVE_SAMPLES}", 3, mismatch,
+        f"mismatch/k3 is above {MISMATCH_K3[AUTO]} (with a cache in fp8_e4m3 {MISMATCH_K3['fp8_e4m3']}, in fp8_e5m2 "
+        f"{MISMATCH_K3['fp8_e5m2']}), or mismatch/effective_samples is below {EFFECTIVE_SAMPLES}", 3,
+        partial(mismatch, MISMATCH_K3[AUTO]),  # `Alarms` takes the bound of the run's cache
         "so completions come from another distribution than the policy's",
         "use bfloat16 or fp32 in sampler and trainer, do not quantize the sampler's weights or cache separately, or "
         "leave out top_p, top_k and min_p. The loss is corrected unless vllm_importance_sampling_correction is False",
@@ -221,10 +225,12 @@ ALARMS = (
 class Alarms:
     """The alarms of a run. Their memory is in the trainer's state, so checkpoints save it."""
 
-    def __init__(self, state: TrainerState, nothing_to_learn_steps: int) -> None:
+    def __init__(self, state: TrainerState, nothing_to_learn_steps: int, cache_dtype: str = AUTO) -> None:
+        """`cache_dtype` is the dtype of the sampler's key-value cache."""
         self.state = state
-        patience = {"nothing_to_learn": nothing_to_learn_steps}
-        self.alarms = [replace(alarm, patience=patience.get(alarm.name, alarm.patience)) for alarm in ALARMS]
+        changes: dict[str, dict[str, Any]] = {"nothing_to_learn": {"patience": nothing_to_learn_steps},
+                                              "mismatch": {"condition": partial(mismatch, MISMATCH_K3[cache_dtype])}}
+        self.alarms = [replace(alarm, **changes.get(alarm.name, {})) for alarm in ALARMS]
 
     def watch(self, line: Line) -> dict[str, float]:
         """Check a step's metrics and log the due warnings; return `alarms/NAME` = 1 for each alarm that warned."""

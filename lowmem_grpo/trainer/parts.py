@@ -148,13 +148,14 @@ def make_policy_parts(
     objective = objective_class(config, exact=not policy.drops)
     parts = make_parts(trained, config, source, objective, memory, peaks, optimizers)
     objective.mismatch.bound = k3_bound(policy.autocast_dtype or policy.head.weight.dtype)
+    cache_dtype = getattr(engine, "cache_dtype", AUTO)
     parity = ParityGate(policy, config.sampling(None), config.parity_steps, config.parity_bound, state=parts.state,
                         stride=config.steps_per_rollout, memory=memory.train, mismatch=objective.mismatch,
-                        clock=parts.clock, cache_dtype=getattr(engine, "cache_dtype", AUTO),
-                        correction=config.vllm_importance_sampling_correction, engine=engine.name)
+                        clock=parts.clock, cache_dtype=cache_dtype, engine=engine.name,
+                        correction=config.vllm_importance_sampling_correction)
     warn_of_settings(config)
     return PolicyParts(**vars(parts) | {
-        "alarms": Alarms(parts.state, config.nothing_to_learn_steps), "parity": parity,
+        "alarms": Alarms(parts.state, config.nothing_to_learn_steps, cache_dtype), "parity": parity,
         "planned_time": None if peaks.plan is None else PlannedTime(peaks.plan, trained.model.config)})
 
 

@@ -215,21 +215,30 @@ def drawn(policy: Policy, tokenizer: Any, seed: int) -> list[RolloutGroup]:
     return [RolloutGroup({}, *pair) for pair in zip(prompts, found, strict=True)]
 
 
-def test_healthy_samples_of_a_noisy_model_never_stop_a_run_and_the_rounding_is_told_once(
+def test_a_healthy_sample_of_a_noisy_model_does_not_stop_a_run_and_the_rounding_is_told_once(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = Policy(with_adapter(noisy_model()))
     watcher, before = gate(policy, parity_steps=1), torch.get_rng_state()
-    found = [watcher.check(drawn(policy, tokenizer, seed)) for seed in range(8)]
-    assert sum(one["sampling/parity/mean"] > 0.02 for one in found) >= 4  # the bound of bfloat16
+    groups = drawn(policy, tokenizer, 3)
+    found = watcher.check(groups)
+    assert watcher.check(groups) == found and found["sampling/parity/mean"] > 0.02  # the bound of bfloat16
     (told,) = [text for text in caplog.messages if "differ from the trainer's" in text]
     assert "That is rounding: on this model in bfloat16" in told and "Try" not in told
-    assert all(one["sampling/parity/rounding"] > one["sampling/parity/mean"] / 1.75 for one in found
-               if "sampling/parity/rounding" in one)
+    assert found["sampling/parity/rounding"] > found["sampling/parity/mean"] / 1.5
     assert torch.equal(before, torch.get_rng_state())
-    assert gate(policy).check(drawn(policy, tokenizer, 3)) == found[3]  # as after a resume
+    assert gate(policy).check(groups) == found  # as after a resume
     with pytest.raises(ParityError, match=r"allowed is 0\.001 \(parity_bound\)"):
-        gate(policy, parity_bound=0.001).check(drawn(policy, tokenizer, 3))
+        gate(policy, parity_bound=0.001).check(groups)
+
+
+@pytest.mark.slow
+def test_no_healthy_sample_of_a_noisy_model_stops_a_run(tokenizer: Any) -> None:
+    policy = Policy(with_adapter(noisy_model()))
+    found = [gate(policy).check(drawn(policy, tokenizer, seed)) for seed in range(8)]
+    assert sum(one["sampling/parity/mean"] > 0.02 for one in found) >= 4
+    assert all(one["sampling/parity/rounding"] > one["sampling/parity/mean"] / 1.5 for one in found
+               if "sampling/parity/rounding" in one)
 
 
 def sampled_wrongly(policy: Policy, group: RolloutGroup, fault: str) -> None:

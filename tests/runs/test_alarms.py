@@ -104,6 +104,18 @@ def test_a_run_within_the_bounds_sounds_no_alarm(caplog: pytest.LogCaptureFixtur
     assert told(caplog) == []
 
 
+@pytest.mark.parametrize(("cache_dtype", "healthy", "wrong"), [
+    ("auto", 0.0014, 0.011), ("fp8", 0.034, 0.11), ("fp8_e4m3", 0.034, 0.11), ("fp8_e5m2", 0.144, 0.41),
+])
+def test_a_healthy_cache_in_8_bits_sounds_no_alarm_and_a_wrong_sampler_does(
+    cache_dtype: str, healthy: float, wrong: float
+) -> None:
+    """The healthy values were measured with vLLM on a published model (docs/rollouts.md)."""
+    alarms = Alarms(TrainerState(), 10, cache_dtype)
+    assert watch(alarms, [HEALTHY | {"mismatch/k3": healthy}] * 6) == [[]] * 6
+    assert watch(alarms, [HEALTHY | {"mismatch/k3": wrong}] * 3)[-1] == ["mismatch"]
+
+
 def test_every_alarm_is_tested_and_has_its_words() -> None:
     assert {alarm.name for alarm in ALARMS} == {name for name, *_ in BAD}
     assert len({alarm.name for alarm in ALARMS}) == len(ALARMS)

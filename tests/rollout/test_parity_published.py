@@ -1,0 +1,101 @@
+"""The parity gate on a published model, in each dtype: healthy samplers go on, and faulty ones stop the run. Plain
+transformers draws all samples but those of the engine."""
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from published_model import published_model
+from transformers import AutoModelForCausalLM
+
+from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.rollout.parity import ParityError, ParityGate
+from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+pytestmark = pytest.mark.slow
+QUESTIONS = (
+    "Why do leaves turn red in autumn?", "Write two sentences about a dog that is afraid of the rain.",
+    "A train leaves at 9 and arrives at 11. How long does it travel?", "Name a fruit that grows in cold countries.",
+)
+COPIES, TOKENS, END = 2, 32, 2  # completions per prompt, their length, and the id that ends one and pads
+
+
+class Compared(NamedTuple):
+    """A policy, the same weights in plain transformers, and prompts."""
+
+    policy: Policy
+    tokenizer: Any
+    plain: Any
+    prompts: list[list[int]]
+
+    def check(self, rollouts: list[list[Rollout]]) -> dict[str, float]:
+        groups = [RolloutGroup({}, *pair) for pair in zip(self.prompts, rollouts, strict=True)]
+        return ParityGate(self.policy, SamplingParams(), 1, None, state=TrainerState()).check(groups)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float16", "float32"])
+def compared(request: pytest.FixtureRequest) -> Compared:
+    dtype, folder = getattr(torch, request.param), str(published_model().folder)
+    model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=256, dtype=dtype, load_in_4bit=False)
+    model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=False)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    prompts = [tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True,
+                                             return_dict=False) for question in QUESTIONS]
+    return Compared(Policy(model), tokenizer, plain, prompts)
+
+
+def sample(model: Any, prompts: list[list[int]], temperature: float = 1.0, padding: int = 0) -> list[list[Rollout]]:
+    """Let plain transformers sample completions of prompts, of which it sees so many tokens of padding."""
+    rows = [prompt for prompt in prompts for _ in range(COPIES)]
+    longest = max(map(len, rows)) + padding
+    ids = torch.tensor([[END] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row) - padding) + [1] * (len(row) + padding) for row in rows])
+    out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
+                         max_new_tokens=TOKENS, output_logits=True, return_dict_in_generate=True)
+    logprobs = (torch.stack(out.logits, 1).float() / temperature).log_softmax(-1)
+    drawn = out.sequences[:, longest:]
+    found = logprobs.gather(-1, drawn[..., None])[..., 0]
+    rollouts = [completion(*row) for row in zip(drawn.tolist(), found.tolist(), strict=True)]
+    return [rollouts[i : i + COPIES] for i in range(0, len(rollouts), COPIES)]
+
+
+def completion(ids: list[int], logprobs: list[float]) -> Rollout:
+    """A completion up to its end."""
+    ends = END in ids
+    length = ids.index(END) + 1 if ends else len(ids)
+    return Rollout(ids[:length], logprobs[:length], "stop" if ends else "length")
+
+
+def test_healthy_samplers_of_a_published_model_go_on(compared: Compared) -> None:
+    engine = TransformersEngine(compared.policy, compared.tokenizer, 256)
+    own = engine.generate(compared.prompts, SamplingParams(n=COPIES, max_tokens=TOKENS, seed=3))
+    for rollouts in (own, sample(compared.plain, compared.prompts)):
+        assert compared.check(rollouts)["sampling/parity/mean"] < 0.06
+
+
+@pytest.mark.parametrize("fault", ["padding is seen", "a token of the template is dropped", "temperature 0.9"])
+def test_a_faulty_sampler_of_a_published_model_stops_the_run(compared: Compared, fault: str) -> None:
+    prompts = [[*one[:-3], *one[-2:]] if fault == "a token of the template is dropped" else one
+               for one in compared.prompts]
+    rollouts = sample(compared.plain, prompts, 0.9 if fault == "temperature 0.9" else 1.0,
+                      padding=int(fault == "padding is seen"))
+    with pytest.raises(ParityError, match="Likely causes"):
+        compared.check(rollouts)
+
+
+def test_a_sampler_without_the_adapter_stops_the_run(compared: Compared) -> None:
+    adapter = {n: p for n, p in compared.policy.model.named_parameters() if "lora_B" in n}
+    before = copy.deepcopy({name: p.detach() for name, p in adapter.items()})
+    try:
+        for parameter in adapter.values():
+            torch.nn.init.normal_(parameter, std=0.02)
+        with pytest.raises(ParityError, match="Likely causes"):
+            compared.check(sample(compared.plain, compared.prompts))
+    finally:
+        for name, parameter in adapter.items():
+            parameter.detach().copy_(before[name])
