@@ -232,7 +232,7 @@ class JsonError(ValueError):
     def __init__(self, why: str, place: tuple[str | int, ...] = ()) -> None:
         self.field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" if part.isidentifier()
                              and len(part) < 80 else f"[{part[:80]!r}]" for part in place).removeprefix(".")
-        super().__init__(f"{self.field or 'the JSON'} {why}")
+        super().__init__(f"{self.field or 'the text'} {why}")
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def read_json(data: bytes | str, most: float = 64 * MIB, nul: bool = False) -> A
     except RecursionError:
         raise JsonError(f"is nested more than {DEEPEST} levels deep") from None
     except ValueError as error:
-        raise JsonError(f"cannot be read ({error})") from None
+        raise JsonError(f"is no JSON ({error})") from None
     check_json(value, nul, SIMPLE if isinstance(data, str) or SUSPICIOUS.search(text) else SIMPLE | {str})
     return value
 

@@ -121,7 +121,7 @@ def test_what_trls_examples_write_on_their_command_lines_is_read(tmp_path: Path)
 
 
 @every_row(("text", "field", "words"), [
-    (b"", "", "cannot be read"), (b'{"a": 1', "", "cannot be read"), (b"\xff\xfe{\x00}\x00", "", "utf-8"),
+    (b"", "", "is no JSON"), (b'{"a": 1', "", "is no JSON"), (b"\xff\xfe{\x00}\x00", "", "utf-8"),
     (b'"\xed\xa0\x80"', "", "utf-8"),  # Python's json takes the bytes of a surrogate
     (b'{"m": [{"c": "a\\u0000"}]}', "m[0].c", "NUL at character 1"),
     (b'{"m": [{"c": "\\udc00 "}]}', "m[0].c", "half of a surrogate pair at character 0"),
@@ -136,7 +136,7 @@ def test_what_trls_examples_write_on_their_command_lines_is_read(tmp_path: Path)
 def test_json_that_could_harm_its_reader_is_refused_with_its_place(text: bytes | str, field: str, words: str) -> None:
     with pytest.raises(JsonError, match=words) as refused:
         read_json(text, most=MIB)
-    assert refused.value.field == field and str(refused.value).startswith(field or "the JSON")
+    assert refused.value.field == field and str(refused.value).startswith(field or "the text")
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])

@@ -80,8 +80,9 @@ def serve(
             queue = JobQueue(database, home.jobs)
             dispatcher = Dispatcher(queue, recipes)
             served = None if model is None else serve_model(
-                model, database, home.folder / "models", defaultdict(lambda: usual, own), load_in_4bit=load_in_4bit,
-                load_in_fp8=load_in_fp8, max_seq_length=max_seq_length, offload_embedding=offload_embedding)
+                model, database, home.folder / "models", defaultdict(lambda: usual, own), not others,
+                load_in_4bit=load_in_4bit, load_in_fp8=load_in_fp8, max_seq_length=max_seq_length,
+                offload_embedding=offload_embedding)
             users, everywhere = Users(address.key, others), not is_loopback(host)
             routers = {"/jobs": jobs_router(queue, partial(checked, recipes)), **(served.routers() if served else {})}
             app = make_server_app(routers, users, Limits(), everywhere)

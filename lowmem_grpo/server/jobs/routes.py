@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from lowmem_grpo.server.jobs.keeper import LOG
 from lowmem_grpo.server.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest
@@ -46,7 +47,7 @@ def jobs_router(queue: JobQueue, check: Callable[[str, list[str]], None]) -> API
     @router.post("")
     async def submit(request: Request) -> Job:
         asked = JobRequest.from_json(json_of(await request.body()))
-        check(asked.recipe, asked.options)
+        await run_in_threadpool(check, asked.recipe, asked.options)  # may import the recipe, for seconds
         return queue.submit(asked, request.scope["holder"].name)
 
     @router.get("")
@@ -75,8 +76,10 @@ def jobs_router(queue: JobQueue, check: Callable[[str, list[str]], None]) -> API
     @router.post("/{number}/resume")
     async def resume(number: int, owner: Owner, request: Request) -> Job:
         job, options = queue.one(number, owner), json_of(await request.body()).get("options", [])
-        check(job.recipe, job.options + JobRequest.from_json({"recipe": job.recipe, "options": options}).options)
-        return queue.resume(number, options)
+        more = JobRequest.from_json({"recipe": job.recipe, "options": options}).options
+        every = JobRequest.from_json({"recipe": job.recipe, "options": job.options + more}).options
+        await run_in_threadpool(check, job.recipe, every)
+        return queue.resume(number, more)
 
     return router
 

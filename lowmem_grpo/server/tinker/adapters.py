@@ -35,6 +35,7 @@ AnySeed = BeforeValidator(lambda seed: secrets.randbits(31) if seed is None else
 Seed = Annotated[int, Field(ge=0, lt=2**31), AnySeed]
 Share = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+Moderate = Annotated[float, Field(ge=0, le=1e4)]  # of larger ones the product, or a weight after it, is no float32
 # A client's notes on a model, or on its saved weights; the client reads texts
 Metadata = Annotated[dict[str, str] | None, BeforeValidator(lambda notes: {
     key: note if isinstance(note, str) else json.dumps(note) for key, note in notes.items()
@@ -65,11 +66,11 @@ class LoraSettings(Body, extra="forbid", populate_by_name=True):
 class Adam(Body, extra="forbid"):
     """Adam's settings for one optimizer step, under the protocol's names."""
 
-    learning_rate: NotNegative = 1e-4
+    learning_rate: Moderate = 1e-4
     beta1: Share = 0.9
     beta2: Share = 0.95
-    eps: NotNegative = 1e-12
-    weight_decay: NotNegative = 0.0
+    eps: Moderate = 1e-12
+    weight_decay: Moderate = 0.0
     grad_clip_norm: NotNegative = 0.0  # 0 does not clip
     type: Any = None  # ignored
 

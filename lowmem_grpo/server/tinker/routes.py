@@ -218,7 +218,8 @@ class PromiseRoutes:
         here = len(asked.body) <= SMALL
         sample = await checked(lambda: calls.read(calls.SampleRequest, asked.body), here)
         return JSONResponse(await checked(lambda: self.sampling.ask(
-            sample, self.adapter_of(sample.sampling_session_id, asked.owner), asked.owner), here))
+            sample, self.adapter_of(sample.sampling_session_id, asked.owner), asked.owner),
+            here and sample.num_samples <= FEW))
 
     def adapter_of(self, sampler: str, owner: str) -> Path | None:
         """Return the adapter folder of a sampling session; None is the base model. UnknownError if it was deleted."""
@@ -237,7 +238,8 @@ class PromiseRoutes:
         if answer is None:
             return JSONResponse({"type": "try_again", "request_id": promise, "queue_state": "active"})
         if calls.wants_json(asked.headers.get("accept", "")):
-            answer = calls.in_json(answer, ":sample:" in promise)
+            found = answer
+            answer = await checked(lambda: calls.in_json(found, ":sample:" in promise), len(found.body) <= SMALL)
         return Response(answer.body, media_type=answer.media)
 
     async def answer(self, promise: str, owner: str) -> ModelReply | None:

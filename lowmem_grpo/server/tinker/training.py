@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 CREATE, OPTIM_STEP, SNAPSHOT, SAVE, LOAD = (
     "create_model", "optim_step", "save_weights_for_sampler", "save_weights", "load_weights")
 SNAPSHOTS = 8  # unnamed snapshots kept for each model, the newest
+MOST_ENDS = 2  # of servers while they run one request: the first one may have been killed for another reason
 HELD = 16  # models in GPU memory; the least recently used are dropped, and loaded from the disk when needed
 
 
@@ -116,7 +117,7 @@ class Training:
             if model in self.busy or (asked := self.store.next(model)) is None:
                 return
             self.busy.add(model)
-        self.worker.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
+        self.worker.run(lambda: self.do(asked), user=asked.owner).add_done_callback(lambda done: self.done(asked, done))
 
     def done(self, asked: ModelRequest, done: "Future[Any]") -> None:
         """Wake the clients that poll for a request that has run, and start the model's next request."""
@@ -146,7 +147,8 @@ class Training:
         """Run a request and store its answer. On an OSError store none, and reload the model from the disk."""
         state = None
         try:
-            answer = self.answer(asked)
+            ends = self.store.count_start(asked)
+            answer = self.answer(asked) if ends < MOST_ENDS else given_up(asked, ends)
             if answer.effect == "changed":
                 state = f"{asked.model}.{asked.seq}.safetensors".replace(":", "_")
                 self.write_state(asked.model, self.folder / state)
@@ -273,3 +275,10 @@ class Training:
         for asked in self.store.since_step(model):
             if asked.kind == PASS:
                 self.answer(asked)
+
+
+def given_up(asked: ModelRequest, ends: int) -> ModelReply:
+    """Return the reply to a request during which the server ended so many times."""
+    logger.error("%s is given up: the server ended %d times while it ran", asked.id, ends)
+    return ModelReply.failed(f"the server ended {ends} times while it ran this {asked.kind}, which is therefore not "
+                             "run again; send another one, such as a smaller one, under the next seq_id")

@@ -141,7 +141,8 @@ class Runs:
         with self.database.write() as connection:
             connection.execute("INSERT OR IGNORE INTO tinker_gone VALUES (?, ?)", (model.id, model.owner))
             connection.execute("DELETE FROM tinker_samplers WHERE id >= ? AND id < ?", between)
-            for table, column in (("tinker_promises", "model"), ("tinker_times", "model"), ("tinker_models", "id")):
+            for table, column in (("tinker_promises", "model"), ("tinker_times", "model"),
+                                  ("tinker_starts", "model"), ("tinker_models", "id")):
                 connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (model.id,))
 
     def gone(self, model: str, owner: str) -> ModelReply:

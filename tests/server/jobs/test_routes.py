@@ -76,8 +76,12 @@ WRONG: dict[str, Any] = {  # words of the answer: what was submitted
     "time_limit is 0; it must be seconds above 0, or None": {"recipe": "arithmetic", "time_limit": 0},
     "time_limit is 1000": {"recipe": "arithmetic", "time_limit": 10**30},
     "share is 1.5": {"recipe": "arithmetic", "share": 1.5},
-    "share is nan": {"recipe": "arithmetic", "share": float("nan")},
-    "is a JSON list": [], "surrogates not allowed": {"recipe": "\ud800"}, "is no JSON": "{", "nested": "[" * 100_000,
+    "share is NaN": {"recipe": "arithmetic", "share": float("nan")},
+    "is a JSON list": [], "recipe has half of a surrogate pair": {"recipe": "\ud800"}, "is no JSON": "{",
+    "nested": "[" * 100_000, "options[1] has the character NUL": {"recipe": "arithmetic", "options": ["a=1", "b=\0"]},
+    "options[0] has half of a surrogate pair": {"recipe": "arithmetic", "options": ["a=\udfff"]},
+    "options have 200,007 bytes; they may have 65,536": {
+        "recipe": "arithmetic", "options": ["a=" + "x" * 200_000, "b=3"]},
 }
 
 
