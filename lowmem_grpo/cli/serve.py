@@ -80,7 +80,7 @@ def serve(
             queue = JobQueue(database, home.jobs)
             dispatcher = Dispatcher(queue, recipes)
             served = None if model is None else serve_model(
-                model, database, home.folder / "models", defaultdict(lambda: usual, own), load_in_4bit=load_in_4bit,
+                model, database, home.models, defaultdict(lambda: usual, own), load_in_4bit=load_in_4bit,
                 load_in_fp8=load_in_fp8, max_seq_length=max_seq_length, offload_embedding=offload_embedding)
             users, everywhere = Users(address.key, others), not is_loopback(host)
             routers = {"/jobs": jobs_router(queue, partial(checked, recipes)), **(served.routers() if served else {})}
@@ -128,19 +128,25 @@ def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
     from lowmem_grpo.cli.options import check_recipe
     from lowmem_grpo.recipes.recipe_file import unknown_recipe
 
+    name, folder = recipe, ""
     if recipe.endswith(".py"):
         if recipes is None or not (recipes / recipe).is_file():
             names = sorted(path.name for path in recipes.glob("*.py")) if recipes is not None else []
             where = ("has none (--recipes FOLDER gives it some)" if recipes is None
                      else f"has {', '.join(names) or 'no files'}")
             raise ValueError(f"there is no recipe file {recipe!r} on the server, which {where}")
-        recipe = str(recipes / recipe)
+        recipe, folder = str(recipes / recipe), str(recipes)
     elif problem := unknown_recipe(recipe):
         raise ValueError(problem)
     try:
         check_recipe(recipe, options)
-    except click.ClickException as error:
-        raise ValueError(error.format_message()) from error
+    except (click.ClickException, ValueError, OSError) as error:  # clients are not told where the server's files lie
+        words = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        for own, said in ((recipe, name), (folder, "the folder of recipes"), (str(Path.home()), "~")):
+            words = words.replace(own, said) if own else words
+        raise ValueError(words) from error
+    except SystemExit as error:  # of a syntax error, which would end the server
+        raise ValueError(f"the recipe file {name} has a syntax error; the server's log shows it") from error
 
 
 def visible_name(host: str) -> str:
