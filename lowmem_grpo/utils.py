@@ -114,6 +114,7 @@ OF_KINDS: dict[Any, Rule] = {  # rules of fields without one in RANGES, by annot
     bool: TRUTH, int: WHOLE, str: ("a text", lambda value: isinstance(value, str)),
     dict: ("a dict", lambda value: isinstance(value, Mapping)),
 }
+LONGEST = 10_000  # characters of a regular expression
 TEXT: Rule = ("a text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
 
 
@@ -141,10 +142,10 @@ def whole_fields(cls: Any) -> set[str]:
 
 
 def is_pattern(text: str) -> bool:
-    """Return whether a text is a regular expression."""
+    """Return whether a text is a regular expression of at most LONGEST characters."""
     try:
-        re.compile(text)
-    except re.error:
+        re.compile(text if len(text) <= LONGEST else "(")
+    except (re.error, RecursionError, OverflowError):
         return False
     return True
 
@@ -227,7 +228,7 @@ NOT_TEXT = {False: re.compile("[\0\ud800-\udfff]"), True: re.compile("[\ud800-\u
 
 
 class JsonError(ValueError):
-    """Raised for a stranger's JSON. `field` is the place of the wrong value, such as `messages[0].content`, or empty."""
+    """A refused JSON. `field` is the place of the wrong value, such as `messages[0].content`; empty for the whole."""
 
     def __init__(self, why: str, place: tuple[str | int, ...] = ()) -> None:
         self.field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" if part.isidentifier()
