@@ -5,6 +5,7 @@ import http.client
 import json
 import logging
 import os
+import re
 import sqlite3
 import stat
 import threading
@@ -167,7 +168,10 @@ class ServerDir:
             status = path.stat()
             if status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 raise OSError(f"{path} can be changed by other users of this machine")
-            return read_address(path).key
+            key = read_address(path).key
+            if fault := key_fault(key):
+                raise OSError(f"{path}: the key {fault}")
+            return key
         except FileNotFoundError:
             return new_key()
         except OSError as error:
@@ -192,8 +196,8 @@ def read_address(path: Path) -> Address:
     path = path.expanduser()
     try:
         address = json.loads((path / ADDRESS if path.is_dir() else path).read_text(encoding="utf-8"))
-        if fault := key_fault(address["key"]):
-            raise ValueError(f"the key {fault}")
+        if not re.fullmatch("[!-~]+", str(address["key"])) or not isinstance(address["key"], str):
+            raise ValueError("the key is no text of letters, digits and signs")
         if not isinstance(address["url"], str) or not address["url"].startswith(("http://", "https://")):
             raise ValueError(f"url is {address['url']!r}, where http://ADDRESS should be")
         return Address(address["url"], address["key"])

@@ -1,6 +1,7 @@
 """A saved adapter that is not whole, not finite or made for another model is refused by name, before it samples."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,14 @@ ATTACKS: dict[str, tuple[Callable[[Tensors], Any] | None, dict[str, Any], str]] 
     "another width": (put(f"{LAYER}.lora_A.weight", lambda t: t[:, :64].contiguous()), {}, "trained on another base"),
     "settings of fewer layers": (None, {"target_modules": ["q_proj"]}, "holds 36 layers that its own .* does not name"),
     "no alpha": (None, {"lora_alpha": None}, "holds no settings of PEFT"),
+    **{f"{name}={value!r}": (None, {name: value}, f"holds no settings of PEFT: .*{name.replace('_', '.')}")
+       for name, values in {
+           "r": [0, -4, 2**40, "4", None, True, 4.5], "lora_alpha": ["8", [], 1e308, True], "lora_dropout": [2, "x"],
+           "layers_to_transform": ["1", [[1]]], "layers_pattern": [3, {}], "exclude_modules": [5], "use_rslora": ["no"],
+           "target_modules": [[1, 2], 7], "rank_pattern": [{"q_proj": 0}, [1], {"q_proj": "4"}], "task_type": [[]],
+           "alpha_pattern": [{"q_proj": 1e308}, "x"], "inference_mode": ["yes"]}.items() for value in values},
+    "NaN as alpha": (None, {"lora_alpha": math.nan}, "lora_alpha is NaN, which is no finite number"),
+    "a base of no name": (None, {"base_model_name_or_path": 5}, "base_model_name_or_path is 5"),
     "another kind": (None, {"peft_type": "IA3"}, "of type IA3; only LoRA"),
     "a foreign layer": (lambda t: t.update({f"{LAYER}x.lora_A.weight": torch.ones(4, 128)}), {}, "that the one in the"),
 }

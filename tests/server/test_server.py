@@ -4,6 +4,7 @@ owner can read."""
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -95,8 +96,9 @@ def test_a_saved_key_that_anyone_can_guess_is_replaced_and_that_is_said(
         found = ServerDir(tmp_path).key()
     assert found.startswith("tml-") and len(found) > 40 and found != key
     assert "A new key is made" in caplog.text
-    with pytest.raises(OSError, match="the key"):
-        read_address(tmp_path)
+    if not isinstance(key, str) or not re.fullmatch("[!-~]+", key):  # it could not even be sent
+        with pytest.raises(OSError, match="the key"):
+            read_address(tmp_path)
 
 
 def test_a_good_saved_key_stays_unless_others_could_have_written_it(
