@@ -39,11 +39,16 @@ class Allowance:
     bodies: int = GIB
     """Bytes of stored requests: each until it is answered, or until the next step if it added gradients."""
     storage: int = 100 * GIB
-    """Bytes on the disk: states of models, and saved weights."""
+    """Bytes on the disk: states of models, saved weights, and clients' notes on both."""
     models: int = 64
     """Models that were created and not unloaded."""
+    sessions: int = 1024
+    """Sessions of clients."""
+    samplers: int = 16384
+    """Sampling sessions."""
 
-    RANGES: ClassVar[dict[str, Rule]] = {"requests": COUNT, "bodies": COUNT, "storage": COUNT, "models": COUNT}
+    RANGES: ClassVar[dict[str, Rule]] = {"requests": COUNT, "bodies": COUNT, "storage": COUNT, "models": COUNT,
+                                         "sessions": COUNT, "samplers": COUNT}
 
     def __post_init__(self) -> None:
         check_ranges(self)
