@@ -181,7 +181,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.state: Any = None
-        self.since, self.timer = self.loop.time(), None
+        self.timer: asyncio.TimerHandle | None = None
         self.watch()
         here, most = self.client[0] if self.client else LOOPBACK, most_connections()
         others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
