@@ -157,7 +157,7 @@ def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
         for own, said in ((recipe, name), (folder, "the folder of recipes"), (str(Path.home()), "~")):
             words = words.replace(own, said) if own else words
         raise ValueError(words) from error
-    except SystemExit as error:  # of a syntax error, which would end the server
+    except SystemExit as error:  # a syntax error, which would end the server
         raise ValueError(f"the recipe file {name} has a syntax error; the server's log shows it") from error
 
 

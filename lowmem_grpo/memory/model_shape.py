@@ -274,7 +274,7 @@ OF_OTHERS: dict[str, dict[str, Rule]] = {  # the same for the files beside it
         **dict.fromkeys(("eos_token", "pad_token"), ("a text", lambda value: isinstance(value, str | dict))),
     },
 }
-ROPE: dict[str, Rule] = {  # of all layers, or of a kind of layers
+ROPE: dict[str, Rule] = {  # in all layers, or in a kind of layers
     **dict.fromkeys(("factor", "rope_theta", "partial_rotary_factor"), POSITIVE),
     **dict.fromkeys(("rope_type", "type"), OF_KINDS[str]),
 }

@@ -114,9 +114,9 @@ def check_patterns(config: Any, names: Iterable[str], owner: str) -> None:
     names of modules in seconds: nested repetitions take for ever, and nothing can stop Python's `re`. `owner`
     begins the message."""
     patterns = patterns_of(config)
-    if not patterns or not (found := fault_of(tuple(patterns.values()), ("", *sorted({*names})))):
+    if not patterns or not (calls := fault_of(tuple(patterns.values()), ("", *sorted({*names})))):
         return
-    place, fault = found
+    place, fault = calls
     raise AdapterError(f"{owner} has the pattern {[*patterns][place]}, {fault}. Write it without nested repetitions, "
                        "or list names")
 
@@ -124,13 +124,13 @@ def check_patterns(config: Any, names: Iterable[str], owner: str) -> None:
 def patterns_of(config: Any) -> dict[str, tuple[str, str]]:
     """Return {setting: (function of `re`, pattern)} for what PEFT matches, without patterns that match plain names."""
     layers = config.layers_pattern or []
-    found = [(f"{name}={value!r:.200}", value, ("fullmatch", value)) for name in ("target_modules", "exclude_modules")
+    calls = [(f"{name}={value!r:.200}", value, ("fullmatch", value)) for name in ("target_modules", "exclude_modules")
              if isinstance(value := getattr(config, name), str)]
-    found += [(f"layers_pattern={each!r:.200}", each, ("match", rf"(?:^|.*?\.){each}\.(?P<idx>\d+)\."))
+    calls += [(f"layers_pattern={each!r:.200}", each, ("match", rf"(?:^|.*?\.){each}\.(?P<idx>\d+)\."))
               for each in ([layers] if isinstance(layers, str) else layers)]
-    found += [(f"{name} {key!r:.200}", key, ("match", rf"(.*\.)?({key})$"))
+    calls += [(f"{name} {key!r:.200}", key, ("match", rf"(.*\.)?({key})$"))
               for name in ("rank_pattern", "alpha_pattern") for key in getattr(config, name) or ()]
-    return {said: call for said, pattern, call in found if not PLAIN.fullmatch(pattern)}
+    return {said: call for said, pattern, call in calls if not PLAIN.fullmatch(pattern)}
 
 
 @lru_cache(16)

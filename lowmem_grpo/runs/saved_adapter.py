@@ -14,7 +14,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 FILES = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safetensors", "state.json")
 MANIFEST = "manifest.json"
 BASE_FILE = "base_model.json"  # beside the adapter
-MOST_BYTES = 16 * MIB  # of a file of settings
+MOST_BYTES = 16 * MIB  # the most that a file of settings has
 OF_BASE: dict[str, Rule] = {
     "model": PATH, "load_in_4bit": TRUTH, "dtype": TEXT, "revision": TEXT,
     "load_in_fp8": ('True, False or "block"', lambda value: isinstance(value, bool) or value == "block"),

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import h11
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
@@ -193,7 +192,7 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        return self.conn.their_state is h11.IDLE
+        return self.conn.their_state.__name__ == "IDLE"
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -211,7 +210,7 @@ class Connection(H11Protocol):
         self.state, self.since = self.conn.their_state, self.loop.time()
         if self.timer is not None:
             self.timer.cancel()
-        seconds = {h11.IDLE: HEADERS, h11.SEND_BODY: BODY}.get(self.state)
+        seconds = {"IDLE": HEADERS, "SEND_BODY": BODY}.get(self.state.__name__)  # h11's names
         self.timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
 
