@@ -114,6 +114,7 @@ OF_KINDS: dict[Any, Rule] = {  # rules of fields without one in RANGES, by annot
     bool: TRUTH, int: WHOLE, str: ("a text", lambda value: isinstance(value, str)),
     dict: ("a dict", lambda value: isinstance(value, Mapping)),
 }
+LONGEST = 10_000  # characters of a regular expression
 TEXT: Rule = ("a text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
 
 
@@ -141,10 +142,10 @@ def whole_fields(cls: Any) -> set[str]:
 
 
 def is_pattern(text: str) -> bool:
-    """Return whether a text is a regular expression."""
+    """Return whether a text is a regular expression of at most LONGEST characters."""
     try:
-        re.compile(text)
-    except re.error:
+        re.compile(text if len(text) <= LONGEST else "(")
+    except (re.error, RecursionError, OverflowError):
         return False
     return True
 

@@ -52,10 +52,14 @@ def free_bytes(path: Path) -> int | None:
 
 def refused(path: Path, error: Exception, needed: int, free: int | None) -> str:
     """Return the message for a disk that refused `needed` bytes at `path`; `free` bytes were free before."""
-    match = re.search(r"os error (\d+)", str(error))  # a safetensors error has its errno only in its text
-    number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
+    number = errno_of(error)
     words = str(error) if number is None else os.strerror(number)
     return f"{path} was not written: {words}; {advice(number, needed, free)}"
+
+
+def errno_of(error: Exception) -> int | None:
+    match = re.search(r"os error (\d+)", str(error))  # an error of safetensors or tokenizers has it only in its text
+    return error.errno if isinstance(error, OSError) else int(match[1]) if match else None
 
 
 def advice(number: int | None, needed: int, free: int | None) -> str:

@@ -29,7 +29,7 @@ from lowmem_grpo.models.experts import STACKS, ExpertStack
 from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, SCALE, FP8Linear, scale_of
 from lowmem_grpo.models.fp8_layers import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.pretrained import nf4
-from lowmem_grpo.models.stored_model import block_of, quantization_of, text_name
+from lowmem_grpo.models.stored_model import block_of, indexed_files, quantization_of, text_name
 from lowmem_grpo.runs.adapter_file import PREFIX
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -240,10 +240,10 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Return {tensor: its file}. OSError if the folder lacks safetensors files; pickled weights are never opened."""
     if (folder / INDEX).is_file():
-        names: dict[str, str] = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
-        if missing := sorted({file for file in names.values() if not (folder / file).is_file()}):
+        files = indexed_files(folder / INDEX)
+        if missing := sorted({file.name for file in files.values() if not file.is_file()}):
             raise OSError(f"{folder} is not a whole model: {missing[0]} is missing")
-        return {name: folder / file for name, file in names.items()}
+        return files
     if not (folder / SINGLE).is_file():
         raise OSError(f"{folder} holds no {SINGLE} and no {INDEX}; weights in other formats are not read. Save the "
                       "model again with transformers' save_pretrained")

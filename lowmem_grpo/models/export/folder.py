@@ -1,18 +1,26 @@
 """The folder of an export, which is written under a temporary name and renamed when it is complete."""
 
+import errno
+import glob
 import json
 import os
+import re
 import shutil
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.runs.files import aside_of, remove, removed_after, swap_in
+from lowmem_grpo.runs.files import aside_of, errno_of, remove, removed_after, swap_in
+from lowmem_grpo.runs.lock import boot, is_alive, try_lock
 from lowmem_grpo.utils import size_text
 
 RECORD = "export.json"  # marks a folder as an export; only such a folder is overwritten
+WHILE_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+HERE = re.sub(r"[^\w.-]", "_", socket.gethostname())[:32]
+LEFT = re.compile(r"\.(?:(?P<old>old)|export)-(?:(?P<host>.+)-)?(?P<pid>\d+)")
 
 
 class ExportError(ValueError):
@@ -39,20 +47,60 @@ def new_folder(done: Exported, overwrite: bool, source: Path | None = None) -> I
     out = done.folder
     check_out(out, overwrite, source)
     final = out.resolve()  # a link cannot be renamed over, and stays
-    temp = final.parent / f".{final.name}.export-{os.getpid()}"
+    temp = final.parent / f".{final.name}.export-{HERE}-{os.getpid()}"
+    remove_left(final)
     try:
         with removed_after(temp):
             temp.mkdir(parents=True)
-            yield temp
-            done.bytes = sum(path.stat().st_size for path in temp.rglob("*") if path.is_file())
-            record = asdict(done) | {"folder": out.name}
-            (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
-            swap_in(temp, final)
-    except OSError as error:
-        if error.filename is None or str(temp) not in str(error.filename):
+            with locked_folder(temp):
+                yield temp
+                done.bytes = sum(path.stat().st_size for path in temp.rglob("*") if path.is_file())
+                record = asdict(done) | {"folder": out.name}
+                (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+                swap_in(temp, final)
+    except Exception as error:  # a full disk, which libraries raise as errors of their own kinds
+        if (number := errno_of(error)) in WHILE_WRITING:
+            whole = "; the earlier export there is whole" if final.exists() else ""
+            raise ExportError(f"{out} was not written: {os.strerror(number)}; make room on its disk, or choose another "
+                              f"--out{whole}") from error
+        if not isinstance(error, OSError) or str(temp) not in str(error.filename):
             raise
         raise ExportError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
     remove(aside_of(final))
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder: without it, an export of this name may be deleted."""
+    held = os.open(folder, os.O_RDONLY)
+    try_lock(held)
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+def remove_left(final: Path) -> None:
+    """Delete the whole models that killed exports into this folder left beside it. A process on another machine counts
+    as alive. A free lock shows that another process has the number of a dead one."""
+    for path in final.parent.glob(f".{glob.escape(final.name)}.*-*"):
+        name = LEFT.fullmatch(path.name.removeprefix(f".{final.name}"))
+        if name is None or name["host"] not in (None, HERE) or (name["old"] and not final.exists()):
+            continue
+        with suppress(OSError):  # another export deletes it at the same time
+            is_free = lock_of(path)
+            lives = is_alive({"pid": name["pid"], "host": socket.gethostname(), "boot": boot()})
+            if (not lives and is_free is not False) or (is_free and name["host"] and any(path.iterdir())):
+                remove(path)
+
+
+def lock_of(path: Path) -> bool | None:
+    """Return whether nobody holds the lock of a folder; None if its file system has no locks."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return try_lock(file)
+    finally:
+        os.close(file)
 
 
 def check_out(out: Path, overwrite: bool, source: Path | None) -> None:

@@ -1,5 +1,6 @@
 """The job queue over HTTP, for `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`, and for the page."""
 
+import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -14,18 +15,24 @@ from lowmem_grpo.server.page.sources import Listed, has_adapter, is_run, so_far
 from lowmem_grpo.server.requests import ChatError, json_of
 from lowmem_grpo.server.users import JOBS, User
 
+logger = logging.getLogger(__name__)
 PIECE = 256 * 1024  # most bytes of a log in one reply
 MOST_LISTED = 500
 
 
 async def as_chat_errors() -> AsyncIterator[None]:
-    """Answer a LookupError in a route with status 404, and a ValueError or OSError with 400."""
+    """Answer a LookupError in a route with status 404, a ValueError with 400, and an OSError, whose words may name
+    files of the server, with 500."""
     try:
         yield
     except LookupError as error:
         raise ChatError(404, str(error), None, "no_such_job") from None
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise ChatError(400, str(error), None, "invalid") from error
+    except OSError as error:
+        logger.error("jobs: %s", error)
+        raise ChatError(500, "the server could not read or write its files; its log says more", None,
+                        "internal_error") from error
 
 
 def owner_of(request: Request) -> str | None:

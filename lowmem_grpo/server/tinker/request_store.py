@@ -128,6 +128,11 @@ class RequestStore:
             "WHERE owner = ? AND (answer IS NULL OR body IS NOT NULL)", (owner,))[0]
         return int(totals["requests"]), int(totals["bodies"]), totals["next"] > 0
 
+    def answers_of(self, owner: str) -> int:
+        """Return the bytes of the answers that are kept for a user's models."""
+        return int(self.database.rows("SELECT TOTAL(LENGTH(answer)) AS bytes FROM tinker_models JOIN tinker_promises "
+                                      "ON model = id WHERE owner = ?", (owner,))[0]["bytes"])
+
     def asked(self, model: str, seq: int) -> ModelRequest | None:
         """Return the stored request of this number, or None; its body is empty if it was deleted."""
         row = self.database.row("SELECT kind, body FROM tinker_promises WHERE model = ? AND seq = ?", (model, seq))

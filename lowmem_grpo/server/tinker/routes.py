@@ -84,8 +84,10 @@ class ModelRoutes:
             kind: partial(self.promise, kind) for kind in (OPTIM_STEP, SNAPSHOT, SAVE)}}
 
     def create_session(self, asked: ApiRequest) -> Json:
-        session = secrets.token_hex(16)
+        session, runs = secrets.token_hex(16), self.training.runs
+        runs.check_rows("sessions", asked.owner, self.training.usage.allowances[asked.owner].sessions)
         self.store.open_session(session, asked.owner)
+        runs.beat(session)
         return {"type": "create_session", "session_id": session, "info_message": HEAD}
 
     def heartbeat(self, asked: ApiRequest) -> Json:
@@ -203,6 +205,7 @@ class PromiseRoutes:
             saved = training.checkpoints.find(made.model_path, asked.owner, SAMPLING)
             snapshot = str((training.checkpoints.folder / saved.file).relative_to(training.folder))
         sampler = f"{session}:sample:{made.sampling_session_seq_id}"
+        training.runs.check_rows("samplers", asked.owner, training.usage.allowances[asked.owner].samplers)
         self.store.add_sampler(sampler, asked.owner, snapshot)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 

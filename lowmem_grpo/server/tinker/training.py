@@ -88,6 +88,8 @@ class Training:
             if not left:
                 raise
             self.unload(left[0])
+        if settings.notes_size and self.store.asked(model, 0) is None:
+            self.usage.check_storage(owner, settings.notes_size)
         self.runs.touch(model)
         self.store.add_model(model, owner, settings, kind, body)
         self.pump(model)
@@ -212,14 +214,15 @@ class Training:
         kind = SAMPLING if asked.kind == SNAPSHOT else TRAINING
         path = path_of(model.id, kind, call.path)
         self.checkpoints.check_free(path, model.owner, call.overwrite or kind == SAMPLING)
-        self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=kind == TRAINING))
+        settings = model.settings.with_metadata(call.user_metadata)
+        self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=kind == TRAINING)
+                                 + settings.notes_size)
         place, now = self.checkpoints.place(model.id, kind, call.path, asked.seq), time.time()
         if kind == SAMPLING:
             self.adapters.snapshot(model.id, place)
         else:
             self.write_state(model.id, place)
         expires = None if call.ttl_seconds is None else now + call.ttl_seconds
-        settings = model.settings.with_metadata(call.user_metadata)
         saved = Saved(path, model.owner, model.id, settings, place.name, size_of(place), now, expires)
         answer = ModelReply.from_json({"type": asked.kind, "path": path})
         return replace(answer, also=partial(self.checkpoints.put, saved))

@@ -11,6 +11,7 @@ pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from starlette.testclient import TestClient
 
 from lowmem_grpo.cli.run import seconds_of
+from lowmem_grpo.cli.serve import checked
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import DONE, RUNNING, STOPPED, WAITING, JobQueue, JobRequest
 from lowmem_grpo.server.jobs.routes import PIECE, jobs_router
@@ -174,3 +175,27 @@ def test_times_are_read_and_other_texts_refused() -> None:
     for text in ("", "0", "soon", "-3", "1.5h", "h"):
         with pytest.raises(ValueError, match="the time"):
             seconds_of(text)
+
+
+def test_an_answer_does_not_say_where_the_servers_files_are(queue: JobQueue, client: TestClient, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(f"{queue.database.path} was not written: database or disk is full")
+
+    monkeypatch.setattr(queue, "submit", full)
+    found = client.post("/jobs", json={"recipe": "arithmetic"})
+    assert found.status_code == 500 and str(tmp_path) not in found.text and "its log says more" in message(found)
+
+
+def test_a_refused_recipe_file_is_named_without_its_place_and_does_not_end_the_server(tmp_path: Path) -> None:
+    for name, content in {"cut.py": b"OPTIONS = (", "latin.py": b"OPTIONS = \"\xe9\"", "nul.py": b"\0"}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=name) as refused:
+            checked(tmp_path, name, [])
+        assert str(tmp_path) not in str(refused.value)
+
+
+def test_a_refused_option_does_not_tell_the_servers_home() -> None:
+    with pytest.raises(ValueError, match="~/none/at/all") as refused:
+        checked(None, "arithmetic", ["model=~/none/at/all"])
+    assert str(Path.home()) not in str(refused.value)
