@@ -112,7 +112,10 @@ trainer corrects a generation in two cases:
 
 - The generation has samples from an older policy, or from a temperature other than the run's.
 - The newest mean of `rho_t - log rho_t - 1` (the [metrics](checks.md#metrics) `mismatch/k3` and `sampling/parity/k3`)
-  is above 0.001."""
+  is above 0.005 where the model computes in bfloat16, or above 0.001 in float16 and float32. This correction goes on
+  until the mean is at most half of that.
+
+If a mask leaves out more than a tenth of the tokens of the current policy, one warning names it."""
 
 SAMPLING = """
 ## Which groups are trained on
@@ -122,7 +125,7 @@ A group *has signal* if one of its advantages is not 0. The settings below are o
 STRATEGIES = (  # name, rule, when to use it, source
     ("difficulty_pools",
      "With True, a row whose completions all earn the same reward is skipped for 1 epoch. If the completions again all "
-     "earn the same reward, the pause doubles, up to 8 epochs.",
+     "earn the same reward, the pause doubles, up to 8 epochs. A step may then draw on into the next epoch.",
      "For several epochs over rows of different difficulty.",
      "Online difficulty filtering, arXiv 2504.03380"),
     ("dynamic_sampling_rounds",

@@ -99,7 +99,8 @@ METRICS = {
     "Loss and optimizer": {
         "loss": "loss; in on-policy GRPO, it is usually near 0 and does not show progress",
         "policy_loss": "loss without the entropy bonus",
-        "kl": "estimate of the KL divergence from the reference model, per token",
+        "kl": "estimate of the KL divergence from the reference model, per token. In bfloat16, values below 0.002 "
+              "are rounding, except the 0 of the first step",
         "entropy": "mean entropy per token",
         "entropy/policy": "mean entropy per token, over the tokens that `top_entropy_quantile` keeps",
         "entropy_coef": "coefficient of the entropy bonus in the next step",
@@ -194,11 +195,14 @@ METRICS = {
         "sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max": "absolute value of log rho",
         "sampling/importance_sampling_ratio/min, sampling/importance_sampling_ratio/mean, "
         "sampling/importance_sampling_ratio/max": "weights of the correction",
+        "sampling/importance_sampling_ratio/dropped": "share of tokens to which the correction gave the weight 0",
         "off_policy/masked_share": "share of tokens that `off_policy_mask_threshold` left out",
         "sampling/parity/mean, sampling/parity/max":
             "parity check (`parity_steps`): absolute difference of log-probabilities between sampler and trainer",
         "sampling/parity/ratio, sampling/parity/k3":
             "parity check: means of r and of r - log r - 1, for r = trainer's / sampler's probability of a token",
+        "sampling/parity/rounding":
+            "parity check above its fixed bound: absolute change of the trainer's log-probabilities by rounding alone",
         "sampling/parity/later_turns": "`sampling/parity/mean` over the tokens after the first turn",
         "sampling/routes/differing":
             "mixtures of experts: share of the sampler's recorded routes that the trainer's router would not choose",

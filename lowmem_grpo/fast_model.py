@@ -24,10 +24,11 @@ from lowmem_grpo.models.fp8_layers import form_in_fp8
 from lowmem_grpo.models.lean_modules import check_tile, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import check_config, check_targets
-from lowmem_grpo.models.policy import Policy, end_ids
+from lowmem_grpo.models.policy import Policy, end_ids, evaluating
 from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, linears_in_4bit, tokenizer_beside
 from lowmem_grpo.runs.adapter_file import PREFIX, check_for, layers_of, read_adapter, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
+from lowmem_grpo.runs.files import explained
 from lowmem_grpo.runs.saved_adapter import AdapterError, BaseRecord, base_of_adapter, check_base
 
 logger = logging.getLogger(__name__)
@@ -113,10 +114,12 @@ class FastGeneration(Saving):
         return self.loaded.keeper.choice
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample as transformers or PEFT does; `input_ids` may also be the dictionary that a tokenizer returned."""
+        """Sample as transformers or PEFT does, in evaluation mode: in train mode, checkpointed layers would drop the
+        cache. `input_ids` may also be the dictionary that a tokenizer returned."""
         args, kwargs = generate_inputs(args, kwargs)
         model: Any = super() if self.inner is self else self.inner
-        return model.generate(*args, **kwargs)
+        with evaluating(self.inner):
+            return model.generate(*args, **kwargs)
 
 
 class BareModel(FastGeneration, nn.Module):
@@ -165,7 +168,12 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         An export reads from this record how the base's weights were stored."""
         if push_to_hub:
             raise ValueError("push_to_hub=True is not supported: call push_to_hub, which uploads the adapter, instead")
-        save_directory = str(folder_at("save_directory", save_directory))
+        folder = folder_at("save_directory", save_directory)
+        with explained(folder):
+            self.write_adapter(str(folder), *args, **kwargs)
+
+    def write_adapter(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
+        """Write what `save_pretrained` writes."""
         super().save_pretrained(save_directory, *args, **kwargs)
         base: Any = self.get_base_model()
         held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
@@ -202,10 +210,10 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
 
 
 def folder_at(name: str, path: Any, kind: str = "") -> Path:
-    """Return the folder that the user named, with "~" expanded; ValueError for a value that names no folder."""
+    """Return the absolute path of the folder that the user named; ValueError for a value that names no folder."""
     if not isinstance(path, str | os.PathLike) or not str(path).strip():
         raise ValueError(f"{name} is {path!r}; it must be a folder's name{kind}")
-    return Path(path).expanduser()
+    return Path(path).expanduser().absolute()
 
 
 @contextmanager
@@ -220,16 +228,16 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
         yield
     else:
         check_for(model, request.path)  # the request may come from another model, or the file may have changed
-        live, training = model.active_adapter, model.training
-        try:
-            model.load_adapter(str(request.path), SAVED_ADAPTER, is_trainable=False)  # also turns training mode off
-            model.set_adapter(SAVED_ADAPTER)
-            yield
-        finally:
-            model.set_adapter(live)
-            if SAVED_ADAPTER in model.peft_config:
-                model.delete_adapter(SAVED_ADAPTER)
-            model.train(training)
+        live = model.active_adapter
+        with evaluating(model):  # as `load_adapter` sets it
+            try:
+                model.load_adapter(str(request.path), SAVED_ADAPTER, is_trainable=False)
+                model.set_adapter(SAVED_ADAPTER)
+                yield
+            finally:
+                model.set_adapter(live)
+                if SAVED_ADAPTER in model.peft_config:
+                    model.delete_adapter(SAVED_ADAPTER)
 
 
 def check_bare(model: Any) -> None:
@@ -275,7 +283,7 @@ def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[Fas
     (config, tensors), tokenizer = read_adapter(folder), tokenizer_beside(folder)
     refuse_variants(config, folder, "trained")
     record = base_of_adapter(folder)
-    if record.model is None:
+    if record.model is None or Path(record.model).expanduser() == folder:
         raise AdapterError(f"the adapter in {folder} does not say its base model; load that, and then load_lora")
     own: dict[str, Any] = {"revision": arguments["revision"] or record.revision}
     if arguments["load_in_4bit"] is None and not arguments["load_in_16bit"] and not arguments["load_in_fp8"]:

@@ -28,7 +28,7 @@ from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.models.stored_model import check_stored, find, refuse_longer
-from lowmem_grpo.utils import SEED, TRUTH, as_python, check_given, require, size_text, torch
+from lowmem_grpo.utils import SEED, TRUTH, as_python, check_given, is_adapter, require, size_text, torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,7 +95,7 @@ class FastLanguageModel:
         check_given(locals(), PLAIN)
         check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
         place = Path(model_name or "").expanduser()
-        if model_name and (place / "adapter_config.json").is_file() and not (place / "config.json").is_file():
+        if model_name and is_adapter(place):
             arguments = {name: value for name, value in locals().items()
                      if name not in ("cls", "model_name", "options", "place")}
             from lowmem_grpo.fast_model import with_adapter  # imported after locals() was read
@@ -117,6 +117,7 @@ class FastLanguageModel:
             raise TypeError(NO_NAME)
         where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         path = find(model_name, **where)
+        model_name = path if place.is_dir() and Path(path) == place.absolute() else model_name
         check_stored(path, model_name, dtype, max_seq_length)
         from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
         from lowmem_grpo.engines.cuda_graphs import check_graphs

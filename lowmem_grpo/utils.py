@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from numbers import Integral, Real
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
@@ -298,3 +299,19 @@ def check_json(
         for part, item in value.items() if isinstance(value, dict) else enumerate(value):
             if type(item) not in harmless:
                 check_json(item, nul, harmless, (*place, part))
+
+
+BOTH = ("{} holds a model's weights and an adapter (adapter_config.json), and nothing says whether the adapter belongs "
+        "on this model, belongs on the base that it names, or is merged already. Move the adapter_* files into a "
+        "folder of their own: load that folder for base and adapter, and this one for the model alone")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter, with or without a config.json. UnsupportedError if it also holds the
+    weights of a model."""
+    if not (folder / "adapter_config.json").is_file():
+        return False
+    if any(not path.name.startswith("adapter_") for kind in ("*model*.safetensors", "*model*.bin")
+           for path in folder.glob(kind)):
+        raise UnsupportedError(BOTH.format(folder))
+    return True

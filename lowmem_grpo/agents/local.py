@@ -41,7 +41,7 @@ class LocalBackend:
         if gpu_cost_per_hour_usd is not None:
             raise ValueError(f"gpu_cost_per_hour_usd is {gpu_cost_per_hour_usd}: prices are not logged; multiply the "
                              "hours in summary.json (train_seconds), and leave it out")
-        self.path, self.given, self.options = Path(path or "runs"), model, ModelOptions.from_names(options)
+        self.path, self.given, self.options = Path(path or "runs").absolute(), model, ModelOptions.from_names(options)
         self.runs: dict[tuple[str, str], LocalRun] = {}
 
     def __getattr__(self, name: str) -> Any:

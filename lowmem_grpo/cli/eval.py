@@ -98,15 +98,15 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
             check_model(target)
         subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"], chosen["load_in_fp8"])
         check_adapter(subject.adapter)
-        check_place(out or subject.out, "--out")
+        folder = out or subject.out
+        check_place(folder, "--out")
+        place = folder.absolute()  # what is evaluated may change the working directory
     quiet()
     with plain_errors():
         result = run(subject, chosen)
         from lowmem_grpo.runs.records import finite, replace_text
 
-        folder = out or subject.out
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_text(folder / FILE, json.dumps(finite(result), indent=1, ensure_ascii=False) + "\n")
+        replace_text(place / FILE, json.dumps(finite(result), indent=1, ensure_ascii=False) + "\n")
         numbers = {name: value for name, value in result.items() if name != "rows"}
         if as_json:
             click.echo(json.dumps(finite(numbers | {"file": str(folder / FILE)}), indent=2))

@@ -12,6 +12,7 @@ import click
 from lowmem_grpo.config.launcher import one_process
 from lowmem_grpo.models.stored_model import find, public_name
 from lowmem_grpo.runs.views.terminal import BetweenWords, CurrentStderr, UserPath, plain_errors
+from lowmem_grpo.utils import is_adapter
 
 LACKING = "`lowmem-grpo {}` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
 HOST = click.option(
@@ -122,7 +123,7 @@ def client_name(model: str) -> str:
 
 def check_loading(load_in_4bit: bool | None, load_in_fp8: bool, engine: str, model: str | None = None) -> None:
     """Raise ValueError for unsupported options of a served model, OSError for an unknown model. Nothing is loaded."""
-    if model is not None and (Path(model) / "adapter_config.json").is_file():
+    if model is not None and is_adapter(Path(model)):
         raise ValueError(f"--model {model} is an adapter, and clients train adapters of their own on a whole model: "
                          f"lowmem-grpo export {quote(model)} --out FOLDER merges it with its base, then serve "
                          "that FOLDER")

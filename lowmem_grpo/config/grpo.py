@@ -219,13 +219,18 @@ class GRPOConfig(LossSettings, AdvantageSettings, StrategySettings, EpisodeSetti
         """Optimizer steps of all passes over the completions of one engine call."""
         return self.optimizer_steps_per_generation * self.num_iterations
 
-    def total_steps(self, rows: int | None) -> int:
-        if self.max_steps > 0:
-            return self.max_steps
-        if rows is None:
-            return super().total_steps(None)
-        generations = round(self.num_train_epochs * rows / self.prompts_per_generation)
-        return max(1, generations) * self.steps_per_rollout
+    def steps_of_epoch(self, rows: int) -> int:
+        """Return the optimizer steps of a pass over `rows` prompts, without a rest of fewer than `whole_prompts`."""
+        used = rows - rows % self.whole_prompts or rows
+        return max(1, math.ceil(used / self.prompts_per_step)) * self.num_iterations
+
+    @property
+    def whole_prompts(self) -> int:
+        """Prompts of a generation in TRL, which leaves an epoch's last prompts out if they are fewer."""
+        together = self.steps_per_generation or self.gradient_accumulation_steps
+        if together >= self.gradient_accumulation_steps:
+            return self.prompts_per_generation
+        return math.ceil(self.per_device_train_batch_size * together / self.num_generations)
 
     @property
     def prompts_per_step(self) -> int:

@@ -39,6 +39,8 @@ class SamplingParams(metaclass=CheckedCall):
 
     temperature 0 is greedy. top_k <= 0 and top_p = 1 keep every token. A completion ends at an end-of-sequence token
     (unless `ignore_eos`), at a token of `stop_token_ids`, at a string of `stop`, or after `max_tokens` tokens.
+    `seed` is each prompt's own, as in vLLM: completion i of n draws from seed + i, whatever else the call samples. None
+    and -1 are random.
     """
 
     n: int = 1
@@ -57,8 +59,8 @@ class SamplingParams(metaclass=CheckedCall):
     """Number of most likely tokens (-1: all) whose log-probabilities `fast_generate` returns at each position, beside
     the sampled token's own, in vLLM's format; None: no log-probabilities."""
     part: tuple[int, int] | None = None
-    """(F, N), if processes divide N prompts among them: this call has those from index F on, and they get the random
-    numbers that they would get in one call with all N."""
+    """(F, N): the seed is that of N prompts together, each of which gets other random numbers, as in training. If
+    processes divide them, this call has those from index F on. None: `seed` is each prompt's own."""
 
     unsupported = FIXED  # the table that `CheckedCall` reads
 
@@ -71,6 +73,7 @@ class SamplingParams(metaclass=CheckedCall):
         "stop_token_ids": ("a list of token ids", lambda value: isinstance(value, list | tuple | set) and all(
             hasattr(each, "__index__") and not isinstance(each, bool) and each >= 0 for each in value)),
         "logprobs": number("-1 (all), 0 or above", lambda value: value >= -1 and value % 1 == 0),
+        "seed": utils.SEED,
     }
 
     def __post_init__(self) -> None:
@@ -79,6 +82,16 @@ class SamplingParams(metaclass=CheckedCall):
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def seeds(self) -> list[int] | None:
+        """The seeds of a prompt's n completions; None if they are random, or if the seed is that of N prompts."""
+        own = self.part is None and self.seed not in (None, -1)
+        return [(int(self.seed or 0) + index) % 2**64 for index in range(self.n)] if own else None
+
+    def of_call(self, prompts: int) -> "SamplingParams":
+        """Return the parameters of one call with `prompts` prompts, which share the seed, unless `part` is set."""
+        return self if self.part is not None else replace(self, part=(0, prompts))
 
     @property
     def truncates(self) -> bool:

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lowmem_grpo import utils
@@ -272,13 +272,17 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
             return self.max_steps
         if rows is None:
             raise ValueError("the rows are a stream, which has no length: set max_steps, the number of optimizer steps")
-        return max(1, math.ceil(self.num_train_epochs * rows / self.batch_size))
+        return math.ceil(self.num_train_epochs * self.steps_of_epoch(rows))
+
+    def steps_of_epoch(self, rows: int) -> int:
+        """Return the optimizer steps of a pass over `rows` rows, of which the last one may have fewer rows."""
+        return max(1, math.ceil(rows / self.batch_size))
 
     def epochs_of(self, rows: int | None) -> int:
         """Return how many passes over `rows` rows a run begins, as transformers counts; sys.maxsize for a stream."""
         if rows is None or self.max_steps <= 0:
             return sys.maxsize if rows is None else math.ceil(self.num_train_epochs)
-        return math.ceil(self.max_steps / replace(self, max_steps=-1, num_train_epochs=1).total_steps(rows))
+        return math.ceil(self.max_steps / self.steps_of_epoch(rows))
 
     @property
     def completions_per_step(self) -> int:

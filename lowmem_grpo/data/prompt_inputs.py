@@ -7,13 +7,15 @@ templates write such keys out or refuse them, so they are dropped at any depth, 
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams, as_sampling_params
 
 Encoded = tuple[str, list[int]]  # text and token ids of a prompt
+Form = Callable[[Any], Any]  # of the function in a tool call
+WRITTEN: dict[tuple[str, bool], tuple[Form, Form]] = {}  # by chat template, and whether tools are told
 KINDS = "text, chat messages, token ids, what a tokenizer returned, or a list of these"
 CLOSED = {"add_generation_prompt": False, "continue_final_message": False}  # render without a generation prompt
 TOKENS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")  # columns converted to lists
@@ -129,30 +131,60 @@ def chat_text(tokenizer: Any, messages: list[Any], options: Mapping[str, Any] | 
 
 
 def readable(tokenizer: Any, messages: list[Any], ways: Mapping[str, Any]) -> list[Any]:
-    """Return the messages in the first form in which the chat template renders all tool calls: arguments as objects or
-    as JSON text, empty content as "" or None. If the template raises for every form, return `messages`. ValueError if
-    the template leaves out a call, or if a call has no name."""
+    """Return the messages in a form in which the chat template renders all tool calls: arguments as objects or as JSON
+    text, whichever it writes well (see `forms_of`), and empty content as "" or None. If the template raises for every
+    form, return `messages`. ValueError if the template leaves out a call, or if a call has no name."""
     names = [name_of(call) for message in messages for call in message.get("tool_calls") or []]
     if not names:
         return messages
-    texts = [{**message, "content": ""} if message.get("content") is None else message for message in messages]
-    unsaid = [{**message, "content": message.get("content") or None} if message.get("tool_calls") else message
-              for message in messages]
     lost = ""
-    for form in (texts, *([with_functions(message, form) for message in texts] for form in (with_object, with_text)),
-                 [{"content": None, **message} for message in messages],
-                 [with_functions(message, with_text) for message in unsaid]):
-        try:
-            text = str(tokenizer.apply_chat_template(form, tokenize=False, **ways))
-        except Exception:  # noqa: BLE001 - templates may raise anything; rendering raises it again if no form works
-            continue
-        lost = next((name for name in names if name not in text), "")
-        if not lost:
-            return form
+    for form in forms_of(tokenizer, ways):
+        for same in contents(messages):
+            shaped = [with_functions(message, form) for message in same]
+            try:
+                text = str(tokenizer.apply_chat_template(shaped, tokenize=False, **ways))
+            except Exception:  # noqa: BLE001 - templates may raise anything; rendering raises it again if no form works
+                continue
+            lost = next((name for name in names if name not in text), "")
+            if not lost:
+                return shaped
     if lost:
         raise ValueError(f"the chat template leaves out the call of {lost}; set tokenizer.chat_template to one that "
                          "writes tool calls, or write the call into the content of its message")
     return messages
+
+
+def contents(messages: list[Any]) -> Iterator[list[Any]]:
+    """Yield the messages with missing content as "" or None, then with empty content beside calls as None."""
+    yield [{**message, "content": ""} if message.get("content") is None else message for message in messages]
+    yield [{"content": None, **message} for message in messages]
+    yield [{**message, "content": message.get("content") or None} if message.get("tool_calls") else message
+           for message in messages]
+
+
+def forms_of(tokenizer: Any, ways: Mapping[str, Any]) -> tuple[Form, Form]:
+    """Return `with_object` and `with_text`, first the one whose arguments the chat template writes better. A made-up
+    call tells: JSON text that is dumped has escaped quotes, and an object that is printed is no JSON but Python."""
+    key = str(tokenizer.get_chat_template(ways.get("chat_template"), ways.get("tools"))), bool(ways.get("tools"))
+    if key not in WRITTEN:
+        first, second = sorted((with_object, with_text), key=lambda form: fault_of(tokenizer, ways, form))
+        WRITTEN[key] = first, second
+    return WRITTEN[key]
+
+
+def fault_of(tokenizer: Any, ways: Mapping[str, Any], form: Form) -> int:
+    """Return 0 if the template writes the arguments of a made-up call well, 1 if badly, 2 if not at all."""
+    call = form({"name": "Zq7name", "arguments": {"Zq7key": "Zq7word"}})
+    asked = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "call00000", "type": "function", "function": call}]}]
+    told = {"role": "tool", "tool_call_id": "call00000", "name": "Zq7name", "content": "Answer"}
+    faults = [2]
+    for messages in (same for talk in ([*asked, told], asked) for same in contents(talk)):
+        with suppress(Exception):  # templates may raise anything
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False, **{**ways, **CLOSED}))
+            if all(word in text for word in ("Zq7name", "Zq7key", "Zq7word")):
+                faults.append(int('\\"Zq7key' in text or "{'Zq7key'" in text))
+    return min(faults)
 
 
 def name_of(call: Any) -> str:
@@ -173,15 +205,18 @@ def with_functions(message: Any, form: Callable[[Any], Any]) -> Any:
 
 
 def with_object(function: Any) -> Any:
+    """Return a function with its arguments as an object: {} for none, and unchanged if their text is no JSON object."""
+    arguments: Any = function.get("arguments") or {}
     with suppress(TypeError, ValueError, RecursionError):  # an object already, or no JSON that can be read
-        return {**function, "arguments": json.loads(function.get("arguments") or "{}")}
-    return function
+        value = json.loads(arguments)
+        arguments = value if isinstance(value, dict) else arguments
+    return {**function, "arguments": arguments}
 
 
 def with_text(function: Any) -> Any:
-    arguments = function.get("arguments")
-    return {**function, "arguments": json.dumps(arguments, ensure_ascii=False)} \
-        if isinstance(arguments, Mapping) else function
+    arguments = function.get("arguments") or {}
+    return {**function, "arguments": arguments if isinstance(arguments, str) else
+            json.dumps(arguments, ensure_ascii=False)}
 
 
 def from_vllm(prompt: Mapping[str, Any]) -> Any:

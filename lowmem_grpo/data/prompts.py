@@ -1,21 +1,23 @@
 """The prompts of a run: checked rows in a seeded order, with a position that can be saved and restored."""
 
 import logging
+import math
 import random
 from collections import Counter
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.data.difficulty import DifficultyPools
 from lowmem_grpo.data.files import DataError as DataError
 from lowmem_grpo.data.prompt_inputs import chat_text, half_pair, text_ids
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-LONGEST_REST = 8  # epochs
 SHOWN = 3  # skipped rows that are logged for each reason
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
 
@@ -135,78 +137,35 @@ def check_dataset(dataset: Any, column: str = "prompt") -> None:
                         "streamed dataset can be made into one with datasets.Dataset.from_list(list(stream.take(N))))")
     if len(dataset) == 0:
         raise DataError("the dataset has no rows")
-    columns = getattr(dataset, "column_names", None) or list(dataset[0])
+    form = getattr(dataset, "format", None)
+    changed = isinstance(form, dict) and form.get("type") == "custom"  # by a transform, which `column_names` ignores
+    columns = (None if changed else getattr(dataset, "column_names", None)) or list(dataset[0])
     if column not in columns:
         raise DataError(f"the dataset has no column {column!r}; its columns are {', '.join(columns)}. Rename one "
                         f"(dataset.rename_column('question', {column!r})) or add it with dataset.map(...)")
 
 
-@dataclass(frozen=True)
-class Visit:
-    """The record of a row's visits; a visit is the sampling of a row in an epoch."""
-
-    reward: float | None = None  # if all completions earned the same
-    fruitless: int = 0  # visits without a spread of rewards, since the last one with a spread
-    back: int = 0  # the epoch from which the row is sampled again
-
-
-class DifficultyPools:
-    """Remembers how each row was last sampled. A row whose completions all earn the same reward rests for 1 epoch; if
-    that happens again, for 2, 4 and then 8 epochs. A spread of rewards ends the rests, and the row is "learning". A row
-    without a spread is "easy" if it earned the best reward seen in the run, and "hard" if it earned less, or if only
-    one reward has been seen."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, Visit] = {}
-        self.worst: float | None = None  # rewards seen in the run
-        self.best: float | None = None
-
-    def rests(self, index: int, epoch: int) -> bool:
-        return index in self.rows and epoch < self.rows[index].back
-
-    def record(self, index: int, epoch: int, rewards: Iterable[float | None]) -> None:
-        """Record a visit of a row. Completions without a reward are ignored, and so is a visit without any reward."""
-        scored = [reward for reward in rewards if reward is not None]
-        if not scored:
-            return
-        low, high = min(scored), max(scored)
-        self.worst = low if self.worst is None else min(self.worst, low)
-        self.best = high if self.best is None else max(self.best, high)
-        before = self.rows.get(index, Visit())
-        rest = min(2**before.fruitless, LONGEST_REST)
-        self.rows[index] = Visit() if low < high else Visit(low, before.fruitless + 1, epoch + 1 + rest)
-
-    def wake(self) -> None:
-        self.rows = {index: replace(visit, back=0) for index, visit in self.rows.items()}
-
-    def metrics(self) -> dict[str, float]:
-        same = [visit.reward for visit in self.rows.values() if visit.reward is not None]
-        told = self.best is not None and self.worst is not None and self.worst < self.best
-        easy = sum(told and reward == self.best for reward in same)
-        return {
-            "data/pool_easy": easy, "data/pool_hard": len(same) - easy,
-            "data/pool_learning": len(self.rows) - len(same),
-        }
-
-    def state(self) -> dict[str, Any]:
-        rows = [[index, visit.reward, visit.fruitless, visit.back] for index, visit in self.rows.items()]
-        return {"rows": rows, "worst": self.worst, "best": self.best}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.rows = {index: Visit(*rest) for index, *rest in state["rows"]}
-        self.worst, self.best = state["worst"], state["best"]
-
-
 @dataclass
 class PromptSource:
-    """An endless sequence of usable prompts, epoch after epoch, each epoch in its own seeded order."""
+    """An endless sequence of usable prompts, epoch after epoch, each epoch in its own seeded order.
+
+    `next_batch` never draws from two epochs, unless `whole` is None. The last prompts of an epoch are left out if they
+    are fewer than `whole`, except in an epoch that has not even so many.
+    """
 
     dataset: Any
     encoder: PromptEncoder
     seed: int
     shuffle: bool = True
     pools: DifficultyPools | None = None  # resting rows are passed over; if all rest, all return
+    whole: int | None = None
+    micro_batch: int = 1  # prompts by which `epoch` counts
+    horizon: int = 0  # prompts of the whole run, if the rows are a stream and that is known
     position: int = 0  # rows drawn so far, over all epochs
+    taken: int = 0  # prompts returned by `next_batch` in this epoch
+    last: float = 0.0  # the part of an epoch that its last call returned
+    unusable: set[int] = field(default_factory=set)  # rows known to be unusable
+    all_read: bool = False  # True if all other rows are known to be usable
     skipped: Counter[str] = field(default_factory=Counter)  # rows by reason
     order: list[int] = field(default_factory=list, repr=False)
     order_epoch: int = -1
@@ -216,7 +175,35 @@ class PromptSource:
 
     @property
     def epoch(self) -> float:
-        return self.position / len(self.dataset)
+        """The passes over the rows so far; the micro-batches of a pass count alike, as in transformers."""
+        done, place = divmod(self.position, len(self.dataset))
+        if self.whole is None or not place:
+            return self.position / len(self.dataset)
+        return done + self.share(self.taken)
+
+    def share(self, prompts: int) -> float:
+        """Return which part of an epoch so many prompts are."""
+        return math.ceil(prompts / self.micro_batch) / math.ceil(self.used / self.micro_batch)
+
+    @property
+    def used(self) -> int:
+        """The prompts of an epoch, as far as is known."""
+        usable = max(1, len(self.dataset) - len(self.unusable))
+        return usable - usable % (self.whole or 1) or usable
+
+    @property
+    def round(self) -> int:
+        """The number of the epoch in which the next prompt is drawn."""
+        return self.position // len(self.dataset)
+
+    def count_rows(self, read: bool = False) -> int | None:
+        """Return the rows that are not known to be unusable; `read` encodes all rows first, unless they are packs."""
+        self.all_read |= read
+        for index in range(len(self.dataset)) if read and self.encoder.column != "rows" else ():
+            with suppress(Exception):  # the checks before the run report a row that cannot be read
+                if isinstance(self.encoder.encode(self.dataset[index]), str):
+                    self.unusable.add(index)
+        return max(1, len(self.dataset) - len(self.unusable))
 
     def record(self, prompts: list[Prompt], groups: list[RolloutGroup]) -> None:
         """Record the rewards of the groups sampled for `prompts`, which this source returned, in the pools."""
@@ -226,12 +213,39 @@ class PromptSource:
             assert prompt.index is not None
             self.pools.record(prompt.index, prompt.epoch, [rollout.reward for rollout in group.rollouts])
 
-    def take(self, count: int) -> list[Prompt]:
-        """Return the next `count` usable prompts; skip and count unusable rows. DataError if all rows are unusable."""
+    def next_batch(self, count: int) -> list[Prompt]:
+        """Return the next `count` usable prompts, fewer at the end of an epoch. DataError if all rows are unusable."""
+        if self.whole is None:
+            return self.take(count)
+        kept: list[Prompt] = []
+        while not kept:
+            begins = self.begins
+            prompts = self.take(count, across=False)
+            kept = prompts[: len(prompts) - len(prompts) % self.whole] or (prompts if begins else [])
+        self.taken, self.last = len(kept) + (0 if begins else self.taken), self.share(len(kept))
+        self.leave_rest(self.whole)
+        return kept
+
+    @property
+    def begins(self) -> bool:
+        """True if the next prompt is the first of an epoch."""
+        return not self.position % len(self.dataset)
+
+    def leave_rest(self, whole: int) -> None:
+        """End the epoch if fewer than `whole` prompts are left of it."""
+        left = (index for index in islice(self.order, self.position % len(self.dataset), None)
+                if index not in self.unusable)
+        if not self.begins and len(list(islice(left, whole))) < whole:
+            self.end_epoch()
+
+    def take(self, count: int, across: bool = True) -> list[Prompt]:
+        """Return the next `count` usable prompts, or without `across` fewer at the end of an epoch; skip and count
+        unusable rows. DataError if all rows are unusable."""
         prompts: list[Prompt] = []
+        until = math.inf if across else (self.round + 1) * len(self.dataset)
         fruitless: set[int] = set()  # unusable rows since the last usable one, possibly of two epochs
         passed = 0  # rows drawn since then, including those that rest
-        while len(prompts) < count:
+        while len(prompts) < count and self.position < until:
             epoch, index = self.position // len(self.dataset), self.next_index()
             passed += 1
             if self.pools is not None and self.pools.rests(index, epoch):
@@ -241,10 +255,12 @@ class PromptSource:
             encoded = self.encoder.encode(self.dataset[index])
             if isinstance(encoded, Prompt):
                 prompts.append(replace(encoded, index=index, epoch=epoch))
+                self.unusable.discard(index)  # as the run that was resumed had other settings
                 fruitless.clear()
                 passed = 0
                 continue
             self.count_skip(index, encoded)
+            self.unusable.add(index)
             fruitless.add(index)
             if len(fruitless) == len(self.dataset):
                 raise DataError(f"no row of the dataset can be used: {self.skip_summary()}")
@@ -271,7 +287,8 @@ class PromptSource:
         return ", ".join(f"{reason} ({count})" for reason, count in self.skipped.items()) or "nothing skipped"
 
     def state(self) -> dict[str, Any]:
-        state = {"position": self.position, "skipped": dict(self.skipped), "rows": len(self.dataset)}
+        state = {"position": self.position, "skipped": dict(self.skipped), "rows": len(self.dataset),
+                 "taken": self.taken, "unusable": sorted(self.unusable)}
         return state if self.pools is None else state | {"pools": self.pools.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -280,5 +297,8 @@ class PromptSource:
             raise DataError(f"the checkpoint was made with a dataset of {state['rows']} rows, this one has "
                             f"{len(self.dataset)}; resume with the same dataset")
         self.position, self.skipped = state["position"], Counter(state["skipped"])
+        self.taken = state.get("taken", self.position % len(self.dataset))  # older checkpoints have neither
+        if not self.all_read:
+            self.unusable.update(state.get("unusable", ()))
         if self.pools is not None and "pools" in state:
             self.pools.restore(state["pools"])

@@ -56,6 +56,11 @@ class Shapes:
 
     def read_rows(self, dataset: Any, parameter: str) -> tuple[Any, ExampleEncoder]:
         """Return the rows, not packed, and the encoder for their columns; DataError if the columns fit no layout."""
+        held = getattr(dataset, "rows", dataset)  # of rows by index
+        if comes_from(held, "datasets", "Dataset") and held.format["type"] == "custom":
+            raise DataError(f"{parameter} has a transform (with_transform, set_transform), which may make other rows "
+                            "at each reading, and fine-tuning tokenises its rows once; store what it makes: "
+                            "dataset.with_format(None).map(function, batched=True)")
         rows = rows_of(dataset, parameter)
         columns = columns_of(rows)
         if not columns and not isinstance(rows, Stream):

@@ -9,14 +9,16 @@ up to that position, so the stream must give the same rows in the same order.
 """
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
 
+from lowmem_grpo.data.difficulty import DifficultyPools
 from lowmem_grpo.data.prompt_inputs import plain_row
-from lowmem_grpo.data.prompts import DataError, DifficultyPools, Prompt, PromptEncoder, PromptSource, check_dataset
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, PromptSource, check_dataset
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +102,8 @@ class Stream:
 
 
 class StreamSource(PromptSource):
-    """The usable prompts of a stream, in its order, in pass after pass over it; `epoch` counts the passes."""
+    """The usable prompts of a stream, in its order, in pass after pass over it. As in transformers, `epoch` is the
+    number of passes before this one, plus the share of the whole run's prompts that this pass has given."""
 
     dataset: Stream
 
@@ -116,14 +119,41 @@ class StreamSource(PromptSource):
 
     @property
     def epoch(self) -> float:
-        return float(self.rounds)
+        return self.rounds + self.share(self.taken)
 
-    def take(self, count: int) -> list[Prompt]:
-        """Return the next `count` usable prompts; skip and count unusable rows. DataError if all rows are unusable."""
+    @property
+    def used(self) -> int:
+        return self.horizon or sys.maxsize
+
+    def count_rows(self, read: bool = False) -> None:
+        """Return None: a stream has no length."""
+
+    @property
+    def round(self) -> int:
+        return self.rounds + (self.begins and bool(self.dataset.drawn))
+
+    @property
+    def begins(self) -> bool:
+        return not self.dataset.drawn or not self.dataset.peek(1)
+
+    def leave_rest(self, whole: int) -> None:
+        """Pass over the last rows of this pass if they are fewer than `whole`."""
+        if len(rest := self.dataset.peek(whole)) < whole:
+            self.recent += rest
+            self.position += len(rest)
+            for _ in rest:
+                self.dataset.draw()
+
+    def take(self, count: int, across: bool = True) -> list[Prompt]:
+        """Return the next `count` usable prompts, or without `across` fewer at the end of a pass; skip and count
+        unusable rows. DataError if all rows are unusable."""
         prompts: list[Prompt] = []
+        before = self.position
         while len(prompts) < count:
             row = self.dataset.draw()
             if row is None:
+                if not across and self.position > before:
+                    break
                 self.next_round()
                 continue
             self.recent.append(row)
@@ -150,7 +180,7 @@ class StreamSource(PromptSource):
     def state(self) -> dict[str, Any]:
         self.recent = []
         return {"position": self.position, "skipped": dict(self.skipped), "rows": None, "rounds": self.rounds,
-                "drawn": self.dataset.drawn}
+                "drawn": self.dataset.drawn, "taken": self.taken}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved position: put back the rows drawn since, or skip the rows of the stream before it."""
@@ -162,15 +192,17 @@ class StreamSource(PromptSource):
         else:
             self.dataset.pass_to(state["drawn"], state["rounds"])
         self.position, self.rounds, self.recent = state["position"], state["rounds"], []
+        self.taken = state.get("taken", 0)  # older checkpoints have none
         self.fruitful, self.skipped = self.rounds, type(self.skipped)(state["skipped"])
 
 
 def source_of(
-    dataset: Any, encoder: PromptEncoder, seed: int, shuffle: bool = True, pools: DifficultyPools | None = None
+    dataset: Any, encoder: PromptEncoder, seed: int, shuffle: bool = True, pools: DifficultyPools | None = None,
+    whole: int | None = None, micro_batch: int = 1, horizon: int = 0,
 ) -> PromptSource:
     """Return the prompt source of a dataset from `rows_of`: a StreamSource for a Stream, else a PromptSource."""
     kind = StreamSource if isinstance(dataset, Stream) else PromptSource
-    return kind(dataset, encoder, seed, shuffle, pools)
+    return kind(dataset, encoder, seed, shuffle, pools, whole, micro_batch, horizon)
 
 
 class PlainRows:
@@ -200,7 +232,8 @@ class PlainRows:
             return list(self[0])
         if isinstance(self.rows, (list, tuple)):
             return list(dict.fromkeys(name for row in self.rows if isinstance(row, Mapping) for name in row))
-        return getattr(self.rows, "column_names", None)
+        names = getattr(self.rows, "column_names", None)  # of a datasets.Dataset, those before a transform
+        return list(self[0]) if names is not None and len(self) else names
 
 
 def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:

@@ -106,6 +106,12 @@ def own_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:
     return lambda rows, places: table[rows[:, None], places]
 
 
+def request_numbers(seeds: list[int], width: int, device: torch.device) -> Uniforms:
+    """Return a function as `shared_numbers` does, for prompts of which each has n rows with these n seeds."""
+    numbers = own_numbers(seeds, width, device)
+    return lambda rows, places: numbers(rows % len(seeds), places)
+
+
 def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Draw tokens (B,) from logits (B, V) fp32; returns them and their log-probabilities (B,).
 
@@ -163,7 +169,7 @@ def in_rounds(engine: Any, conversation: Conversation, params: SamplingParams,
 
     while requests := conversation.next_requests(busy=False):
         most = max(request.max_tokens for request in requests)
-        shared = replace(params, n=1, max_tokens=most, seed=requests[0].seed, part=None)
+        shared = replace(params, n=1, max_tokens=most, seed=requests[0].seed, part=(0, len(requests)))
         tells = ON_GROUP in capabilities_of(engine)
         groups = engine.generate([request.ids for request in requests], shared, *([give] if tells else []))
         for index, rollouts in enumerate([] if tells else groups):

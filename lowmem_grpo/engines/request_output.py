@@ -31,7 +31,7 @@ def as_request(adapter: Any) -> LoraRequest | None:
     if not isinstance(path, str | Path):
         raise TypeError(f"lora_request is a {type(adapter).__name__}; pass model.load_lora(FOLDER), "
                         "model.current_lora(), or None for the base model")
-    return LoraRequest(Path(path).expanduser())
+    return LoraRequest(Path(path).expanduser().absolute())
 
 
 @dataclass(frozen=True)

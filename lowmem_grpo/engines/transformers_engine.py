@@ -18,7 +18,7 @@ from lowmem_grpo.config.loading import FOUR, SIXTEEN
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import EVERYTHING, Conversation, ExpectedLengths, FinishedPrompts, Meanwhile, Pace
 from lowmem_grpo.engines.batch import FED, Batch, DecodeState, Passes
-from lowmem_grpo.engines.decoding import StopCriteria, budget_of, shared_numbers
+from lowmem_grpo.engines.decoding import StopCriteria, budget_of, request_numbers, shared_numbers
 from lowmem_grpo.engines.generation_state import GenerationState, Prefill, PrefixCache
 from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.engines.vllm.sampling_weights import few_rows
@@ -112,12 +112,15 @@ class TransformersEngine:
         finished, device, n = FinishedPrompts(len(prompts), on_group, meanwhile), self.policy.device, params.n
         self.forget()
         budgets = [budget_of(prompt, params.max_tokens, self.max_seq_length) for prompt in prompts for _ in range(n)]
-        seed = time.time_ns() % 2**63 if params.seed is None else params.seed
-        part = None if params.part is None else (params.part[0] * n, params.part[1] * n)
+        if (seeds := params.seeds) is not None:
+            numbers = request_numbers(seeds, max(budgets) + 1, device)
+        else:
+            part = None if params.part is None else (params.part[0] * n, params.part[1] * n)
+            seed = time.time_ns() % 2**63 if params.seed is None or part is None else params.seed
+            numbers = shared_numbers(seed, len(budgets), device, part)
         self.kv_bytes = 0
         self.pace.start_call()
-        self.decode(GenerationState(prompts, params, shared_numbers(seed, len(budgets), device, part),
-                                    torch.tensor(budgets, device=device), finished))
+        self.decode(GenerationState(prompts, params, numbers, torch.tensor(budgets, device=device), finished))
         groups = finished.result()
         self.expected.note_groups(prompts, groups)
         return groups

@@ -90,6 +90,7 @@ def report_correction(correction: Tensor, tokens: LossTokens, report: Report) ->
     values = of_sequences(correction, tokens) if tokens.correction_is_per_sequence else correction
     report.mean("sampling/importance_sampling_ratio/mean", values)
     report.extremes("sampling/importance_sampling_ratio/", values, "min", "max")
+    report.mean("sampling/importance_sampling_ratio/dropped", (correction == 0).to(correction.dtype))
 
 
 def percentiles(values: Tensor) -> list[float]:

@@ -161,8 +161,8 @@ class LossSettings:
             raise ValueError(f"{name}_mode is 'token_mask', and {self.whole_sequences} has one ratio for all tokens of "
                              "a completion; use 'token_truncate', or 'geometric_mask' to leave out whole completions")
         if mode == "geometric_mask" and (low is None or high is None):
-            raise ValueError(f"'geometric_mask' needs {name}_clip_min and _clip_max, such as 0.99 and 1.01")
+            raise ValueError(f"'geometric_mask' needs {name}_clip_min and _clip_max, such as 0.95 and 1.05")
         if mode == "k3_mask" and low is not None:
             raise ValueError(f"'k3_mask' has no lower bound, and {name}_clip_min is {low}; leave it out")
         if mode == "k3_mask" and (high is None or high > 0.5):
-            raise ValueError(f"'k3_mask' bounds a mean k3: {name}_clip_max is {high}; 0.001 to 0.01 is usual")
+            raise ValueError(f"'k3_mask' bounds a mean k3: {name}_clip_max is {high}; 0.01 is usual")

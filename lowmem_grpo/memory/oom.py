@@ -87,7 +87,7 @@ def shortage_of(error: BaseException, device: torch.device) -> OutOfMemory:
         unused, total = torch.cuda.mem_get_info(device)
         others = total - unused - torch.cuda.memory_reserved(device)
     advice = OTHERS.format(size_text(others)) if others > UNNOTICED else ""
-    return OutOfMemory(first, wanted, peak_memory(device)["memory/peak_bytes"], advice)
+    return OutOfMemory(first, wanted, peak_memory(device).get("memory/peak_bytes", 0), advice)
 
 
 def free(device: torch.device) -> None:

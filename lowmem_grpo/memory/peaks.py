@@ -18,12 +18,15 @@ from lowmem_grpo.memory.plan import MemoryPlan
 
 
 def peak_memory(device: torch.device) -> dict[str, Any]:
-    """Return the peak bytes of allocated and reserved memory on a card, or of the process's resident set on the CPU."""
+    """Return the peak bytes of allocated and reserved memory on a card, or of the process's resident set on the CPU;
+    empty on the CPU of Windows, which lacks the call."""
     if device.type == "cuda":
         return {"memory/peak_bytes": torch.cuda.max_memory_allocated(device),
                 "memory/reserved_bytes": torch.cuda.max_memory_reserved(device)}
-    import resource
-
+    try:
+        import resource
+    except ImportError:
+        return {}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"memory/peak_bytes": peak if sys.platform == "darwin" else peak * 1024}
 

@@ -63,7 +63,8 @@ class RoutedBlock(nn.Module):
         super().__init__()
         self.gate, self.experts, self.number = block.gate, ExpertLayer(block.experts), number
         self.choice: Choice | None = None  # None: use the router's ids
-        self.train(block.training)
+        self.training = block.training
+        self.experts.train(self.training)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])

@@ -142,7 +142,7 @@ class LeanMLP(nn.Module):
         self.inner, self.activation, self.tile_rows = inner, activation, tile_rows
         self.weights, self.down_weight = JoinedWeights(), JoinedWeights()
         self.biased = any(base_of(child).bias is not None for child in self.children())
-        self.train(mlp.training)
+        self.training = mlp.training
 
     def forward(self, x: Tensor) -> Tensor:
         layers: list[Any] = [self.get_submodule(name) for name in self.inner]
@@ -183,7 +183,9 @@ def make_lean(model: Any, tile_rows: int | None) -> None:
         if not type(module).__module__.startswith("transformers."):
             continue
         if kind in NORMS and hasattr(module, "weight"):  # Gemma 4 has some without
-            model.set_submodule(path, LeanRMSNorm(module.weight, getattr(module, NORMS[kind].eps), NORMS[kind]))
+            norm = LeanRMSNorm(module.weight, getattr(module, NORMS[kind].eps), NORMS[kind])
+            norm.training = module.training
+            model.set_submodule(path, norm)
         elif kind in ATTENTIONS:
             model.set_submodule(path, LeanAttention(module, ATTENTIONS[kind]))
         elif kind in MLPS and activation is not None:

@@ -88,14 +88,22 @@ def set_mode(model: nn.Module, training: bool) -> None:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode within this context, and restore its mode afterwards."""
-    training = model.training
-    set_mode(model, False)
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put the model in train or evaluation mode within this context, and restore each module's mode afterwards: modes
+    may differ between modules, as in a model that PEFT has just put LoRA on."""
+    modes = [(module, module.training) for module in model.modules()]
+    set_mode(model, training)
     try:
         yield
     finally:
-        set_mode(model, training)
+        for module, before in modes:
+            if module.training != before:
+                module.training = before
+
+
+def evaluating(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which the model is in evaluation mode; see `in_mode`."""
+    return in_mode(model, False)
 
 
 class Policy:

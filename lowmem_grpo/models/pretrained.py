@@ -34,9 +34,10 @@ from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.chat_ids import with_ids
 from lowmem_grpo.models.expert_loading import ExpertsNF4Config
 from lowmem_grpo.models.experts import use_routed_blocks
-from lowmem_grpo.models.fp8_layers import fp8_linears, keep_stored, to_quantize
+from lowmem_grpo.models.fp8_layers import SCALE, fp8_linears, keep_stored, to_quantize
 from lowmem_grpo.models.hub import first_line
-from lowmem_grpo.models.stored_model import stored_form, text_names, text_part
+from lowmem_grpo.models.stored_model import say_other_weights, stored_form, text_names, text_part
+from lowmem_grpo.utils import BOTH
 
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
             "architecture transformers itself has")
@@ -143,20 +144,27 @@ class Pretrained:
 
 def read_model(path: str, config: Any, names: dict[str, str], **options: Any) -> Any:
     """Return the causal language model stored at `path`, or the text model of a multimodal checkpoint. ValueError if a
-    tensor of the text model is missing."""
-    if not names:
-        return AutoModelForCausalLM.from_pretrained(path, config=config, trust_remote_code=False, **options)
+    tensor is missing."""
+    if Path(path).is_dir():
+        say_other_weights(Path(path))
     before = their_logging.get_verbosity()
-    their_logging.set_verbosity_error()
+    if names:
+        their_logging.set_verbosity_error()
+        options = {"key_mapping": names, **options}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, key_mapping=names, output_loading_info=True, trust_remote_code=False, **options)
+            path, config=config, output_loading_info=True, trust_remote_code=False, **options)
     finally:
         their_logging.set_verbosity(before)
     model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{path} lacks {len(missing)} tensors of its text model, such as {missing[0]}. Fetch the "
-                         "checkpoint again, or take one of text only")
+    if hasattr(model, "peft_config"):  # a repository on the hub; `resolve` refuses such a folder
+        raise ValueError(BOTH.format(path))
+    computed = {name for name, _ in model.named_buffers() if not name.endswith(SCALE)}  # set when the model is made
+    if missing := sorted(set(info["missing_keys"]) - computed):
+        raise ValueError(f"{path} lacks {len(missing)} tensors of its {'text ' if names else ''}model, such as "
+                         f"{missing[0]}, which would be random. Fetch the checkpoint again, or take another")
+    if not names:
+        return model
     logger.info("of %s the text model is loaded: %d tensors of images or sounds are left out", path,
                 len(info["unexpected_keys"]))
     return model

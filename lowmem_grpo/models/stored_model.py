@@ -6,6 +6,7 @@ that a wrong name or an unsupported checkpoint is refused at once.
 """
 
 import copy
+import logging
 import re
 from collections.abc import Mapping
 from importlib.resources import files
@@ -15,12 +16,15 @@ from typing import Any
 from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16
 from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.model_shape import named_config, read_config
-from lowmem_grpo.utils import read_json
+from lowmem_grpo.utils import is_adapter, read_json
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TINY = "tiny"  # a model that ships with the package, and trains on a CPU in minutes
 TINY_GAMES = "tiny-games"  # plays games
 TINY_INBOX = "tiny-inbox"  # searches mails
 TINY_TALKS = "tiny-talks"  # plays 2048, asks questions and answers them
+logger = logging.getLogger(__name__)
 EMBEDDED = (TINY, TINY_GAMES, TINY_INBOX, TINY_TALKS)
 SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # config fields that list unquantized modules
 PLAIN_ONE = ("take the model's checkpoint in 16 bits (in its name there is no {0}), and load it with load_in_4bit=True "
@@ -45,7 +49,10 @@ def resolve(model_name: str) -> str:
     if not (folder / "config.json").is_file():
         why = "the folder holds no config.json" if folder.is_dir() else "there is no such folder"
         raise OSError(f"no model {model_name!r}: {why}")
-    return str(folder)
+    if is_adapter(folder):
+        raise OSError(f"no model {model_name!r}: the folder holds an adapter, and no weights of a model. Name its "
+                      "base, or load both with FastLanguageModel.from_pretrained(FOLDER)")
+    return str(folder.absolute())
 
 
 def public_name(model_name: str) -> str:
@@ -69,6 +76,8 @@ def find(model_name: str, **options: Any) -> str:
 def config_of(model_name: str) -> Any:
     """Return a model's config: by the name of a model or config that this package ships, from a folder or file, or from
     the hub. ValueError if none is found."""
+    if Path(model_name).is_dir():
+        is_adapter(Path(model_name))  # raises where it holds a model too
     try:
         return named_config(resolve(model_name) if model_name in EMBEDDED else model_name)
     except ValueError as unknown:
@@ -119,6 +128,30 @@ def refuse_longer(max_seq_length: int | None, longest: int | None) -> None:
     """Raise ValueError if `max_seq_length` exceeds the model's `longest` context, in tokens; None means unknown."""
     if longest is not None and (max_seq_length or 0) > longest:
         raise ValueError(f"max_seq_length is {max_seq_length}; this model's context is {longest}")
+
+
+def weight_files(folder: Path) -> tuple[list[Path], list[str]]:
+    """Return the files that are the model in a folder, in the order in which transformers reads them, and the names of
+    files with other weights, which it leaves. OSError if a shard is missing; no files if there are no weights."""
+    config = folder / "config.json"
+    named = read_config(config).get("transformers_weights") if config.is_file() else None
+    first = next((name for name in (named, SINGLE, INDEX, *PICKLED) if name and (folder / name).is_file()), None)
+    files = [] if first is None else [folder / first]
+    if first is not None and first.endswith(".index.json"):
+        files = sorted(set(indexed_files(folder / first).values()))
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise OSError(f"{folder} is not a whole model: {missing[0]} is missing")
+    kinds = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pth", "*.index.json")
+    held = {path.name for kind in kinds for path in folder.glob(kind) if not path.name.startswith("adapter_")}
+    return files, sorted(held - {first, *(file.name for file in files)})
+
+
+def say_other_weights(folder: Path) -> None:
+    """Warn about weights in a model's folder that are not read."""
+    files, others = weight_files(folder)
+    if files and others:
+        logger.warning("%s holds more than one set of weights: read is %s, as in transformers, and not %s. Remove "
+                       "the set that is not meant", folder, files[0].name, ", ".join(others))
 
 
 def stored_form(config: Any, name: str) -> str | None:
@@ -201,6 +234,7 @@ def text_part(config: Any) -> Any:
     if not names:
         return config
     text = copy.deepcopy(config.get_text_config())
+    text.transformers_weights = getattr(config, "transformers_weights", None)
     text.tie_word_embeddings = bool(text.tie_word_embeddings or config.tie_word_embeddings)
     quantization = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
     if quantization is not None:

@@ -70,7 +70,7 @@ def sample(parts: Parts, rows: Rows, params: SamplingParams) -> list[RolloutGrou
     """Sample `params.n` completions for the prompt of each row."""
     prompts = [parts.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
                for row in rows]
-    completions = parts.engine.generate(prompts, params)
+    completions = parts.engine.generate(prompts, params.of_call(len(prompts)))
     return [RolloutGroup(*group) for group in zip(rows, prompts, completions, strict=True)]
 
 

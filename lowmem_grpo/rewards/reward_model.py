@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from lowmem_grpo.data.prompt_inputs import readable
 from lowmem_grpo.data.prompts import is_chat
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, catch_oom, free, is_out_of_memory, smaller
 from lowmem_grpo.models.pretrained import Pretrained, keep_layout
@@ -172,7 +173,8 @@ class RewardModel(Reward):
     def text(self, prompt: Any, completion: Any) -> str:
         if not is_chat(prompt):
             return str(prompt) + str(completion)
-        return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **self.template_kwargs))
+        messages = readable(self.tokenizer, [*prompt, *completion], self.template_kwargs)
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self.template_kwargs))
 
     def scores(self, texts: list[str]) -> list[float]:
         """Return the scores (N,) of N texts, in batches, the shortest first; batches shrink if memory runs out."""

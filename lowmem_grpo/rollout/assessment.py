@@ -35,7 +35,7 @@ def answer(
     function returns more than 0 for it. The values of each other function are averaged."""
     prompts = [row["prompt"] for row in rows]
     outputs = [output for part, seed in parts(prompts, params, together) for output in
-               model.fast_generate(part, seeded(params, seed), adapter)]
+               model.fast_generate(part, seeded(params, seed).of_call(len(part)), adapter)]
     completions = [completion for output in outputs for completion in output.outputs]
     each = (row for row in rows for _ in range(params.n))
     verdicts, metrics = judge(functions, [RolloutGroup(row, [], [Rollout(

@@ -64,12 +64,11 @@ class Collector:
         if self.strategies.dynamic_sampling_rounds:
             used = sum(not group.replayed for group in places)
             self.counts["sampling/dropped_groups"] = len(self.sampled) - used
-        self.state.epoch = self.source.epoch
         return places
 
     def draw(self, count: int, extra_round: int) -> list[RolloutGroup]:
-        """Sample and score the next `count` prompts."""
-        prompts = self.source.take(count)
+        """Sample and score the next `count` prompts, fewer at the end of an epoch."""
+        prompts = self.source.next_batch(count)
         params = self.draws.for_step(self.state.global_step, extra_round)
         groups = self.draw_groups(prompts, params, extra_round)
         self.sampled += groups

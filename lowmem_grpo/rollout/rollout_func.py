@@ -92,7 +92,8 @@ class RolloutFunction:
         usual = self.params or self.trainer.args.sampling(None)
         part = "" if usual.part is None else f"-{usual.part[0]}"
         seed = None if usual.seed is None else random.Random(f"{usual.seed}-{self.calls}{part}").getrandbits(62)
-        params = replace(usual, **{"n": 1, "seed": seed, "part": None, **overrides})
+        part_of = None if "seed" in overrides else (0, len(prompts))  # a seed of the caller is each prompt's own
+        params = replace(usual, **{"n": 1, "seed": seed, "part": part_of, **overrides})
         if params.n != 1:
             raise ValueError(f"generation_overrides has n={params.n}; repeat the prompt in `prompts` instead")
         ids = [self.encoded(prompt, as_chat) for prompt in prompts]

@@ -75,17 +75,17 @@ class Sampler:
         with self.clock.phase("generate"):
             self.renew()
             self.pace()  # discard the timings of other calls, such as `fast_generate`, since the last sampling
-            ids = [prompt.ids for prompt in prompts]
+            ids, of_all = [prompt.ids for prompt in prompts], params.of_call(len(prompts))
             if self.player is not None:
                 completions = self.player.play(self.engine, prompts, params, on_group)
                 self.clock.tools = (self.clock.tools or 0.0) + self.player.waited
             elif overlap is not None:
                 with overlap.beside():
-                    completions = self.engine.generate(ids, params, overlap.on_group, overlap.meanwhile)
+                    completions = self.engine.generate(ids, of_all, overlap.on_group, overlap.meanwhile)
             elif on_group is not None and self.tells():
-                completions = self.engine.generate(ids, params, on_group)
+                completions = self.engine.generate(ids, of_all, on_group)
             else:
-                completions = self.engine.generate(ids, params)
+                completions = self.engine.generate(ids, of_all)
             self.engine.sleep()
         self.say_padding([rollout.completion_ids for each in completions for rollout in each])
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]

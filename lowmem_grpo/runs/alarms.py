@@ -18,7 +18,7 @@ Line = Mapping[str, Any]
 Condition = Callable[[Line, list[float]], str | None]
 """(line, values that the alarm keeps between steps) -> what is wrong; "" if nothing is, None without the metric."""
 
-MISMATCH_K3 = 0.01  # mean k3 between sampler and trainer; from 0.001 a correction has an effect
+MISMATCH_K3 = 0.01  # mean k3 between sampler and trainer, far above the rounding of 16 bits
 EFFECTIVE_SAMPLES = 0.5  # effective sample size under the mismatch, as a share
 CLIPPED = 0.3  # share of tokens (of sequences, at the sequence level) without gradient
 KL = 1.0  # nats per token
@@ -132,8 +132,8 @@ ALARMS = (
         "mismatch", "sampler and trainer disagree",
         f"mismatch/k3 is above {MISMATCH_K3}, or mismatch/effective_samples is below {EFFECTIVE_SAMPLES}", 3, mismatch,
         "so completions come from another distribution than the policy's",
-        "use bfloat16 or fp32 in sampler and trainer, do not quantize the sampler's weights separately, or leave out "
-        "top_p, top_k and min_p. The loss is corrected unless vllm_importance_sampling_correction is False",
+        "use bfloat16 or fp32 in sampler and trainer, do not quantize the sampler's weights or cache separately, or "
+        "leave out top_p, top_k and min_p. The loss is corrected unless vllm_importance_sampling_correction is False",
     ),
     Alarm(
         "clipping", "much of the gradient is clipped", f"clip_ratio/region_mean or cispo_clip_ratio is above {CLIPPED}",

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.runs import checkpoint_state
 from lowmem_grpo.runs.checkpoint_state import FORMAT, adapter_tensors, decode, load_tensors
-from lowmem_grpo.runs.files import aside_of, flush, free_bytes, refused, remove, removed_after, swap_in
+from lowmem_grpo.runs.files import aside_of, flush, free_bytes, move, refused, remove, removed_after, swap_in
 from lowmem_grpo.runs.records import FINAL, json_object
 from lowmem_grpo.runs.saved_adapter import (
     ADAPTER_FILE,
@@ -197,7 +197,7 @@ def prune(run_dir: Path, keep_last: int | None, keep: set[Path]) -> list[Path]:
     for folder in gone:
         aside = run_dir / f".{folder.name}.gone-{os.getpid()}"
         remove(aside)
-        os.rename(folder, aside)
+        move(folder, aside)
         remove(aside)
     return gone
 
@@ -209,7 +209,7 @@ def clean_leftovers(run_dir: Path) -> list[Path]:
         name, _, kind = path.name[1:].partition(".")
         try:
             if kind.startswith("old-") and not (run_dir / name).exists():
-                os.rename(path, run_dir / name)
+                move(path, run_dir / name)
             else:
                 remove(path)
         except OSError as error:

@@ -1,13 +1,31 @@
-"""File operations of a run: folders are swapped in atomically, and disk errors are explained with advice."""
+"""File operations of a run: folders are swapped in atomically, disk errors are explained with advice, and what a file
+system does not know (network and shared folders, FUSE, Windows) is done without, and said once in a run (LOST)."""
 
 import errno
+import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+ABSENT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.ENOTTY, errno.EPERM}
+LOST = {  # what a file system may not know, and what is lost by it
+    "flushing a folder": "the files written last may be missing after a power cut",
+    "flushing a file": "the files written last may be damaged after a power cut",
+    "locks": "a second process in this folder is noticed only by the process that .owner.json names",
+    "its free space": "a full disk is noticed only when it refuses a write",
+    "renaming over a file": "a process that dies just then may leave no file, or a part of it",
+    "renaming a folder": "folders are copied, and a process that dies just then may leave a part of one",
+}
+SAID: set[str] = set()  # those of LOST that this run has said
 ADVICE = {
     errno.EDQUOT: "your quota on this disk is used up: make room",
     errno.EROFS: "the disk is read-only now (a disk that fails turns so by itself; `dmesg` says why): mend it, or "
@@ -44,28 +62,63 @@ def check_place(folder: Path, option: str) -> None:
 
 def free_bytes(path: Path) -> int | None:
     """Return the free bytes on the disk of a path, which need not exist yet; None if unknown."""
+    why: object = "it says 0 bytes in all"
     try:
-        return shutil.disk_usage(existing(path)).free
-    except OSError:
-        return None
+        usage = shutil.disk_usage(existing(path))
+        if usage != (0, 0, 0):
+            return usage.free
+    except OSError as error:
+        why = error.strerror
+    say_lost("its free space", path, why)
+    return None
+
+
+def say_lost(what: str, path: Path, why: object) -> None:
+    """Log what is lost where a file system lacks `what`, once in a run."""
+    if what not in SAID:
+        SAID.add(what)
+        logger.warning("the file system of %s does not know %s (%s), so %s", path, what, why, LOST[what])
+
+
+@contextmanager
+def explained(path: Path, kind: type[Exception] = OSError, option: str = "folder") -> Iterator[None]:
+    """Turn an error of the disk in the block, which writes `path`, into one of type `kind` that names the file, the
+    cause and the fix. `option` is the setting that names the path. Errors without an errno stay as they are."""
+    free = free_bytes(path)
+    try:
+        yield
+    except Exception as error:
+        number = number_of(error)
+        if number is None or isinstance(error, ConnectionError | TimeoutError):
+            raise
+        place, mine = Path(os.fsdecode(getattr(error, "filename", None) or path)).resolve(), path.resolve()
+        if mine in (place, *place.parents) or place in mine.parents or f"/.{mine.name}." in place.as_posix():
+            raise kind(f"{path} cannot be written: {os.strerror(number)}; "
+                       f"{advice(number, 0, free).replace('output_dir', option)}") from error
+        raise kind(f"{place} cannot be read: {os.strerror(number)}; nothing was written to {path}") from error
+
+
+def number_of(error: Exception) -> int | None:
+    """Return the errno of an error or of its cause; None without one. An error of safetensors has it in its text."""
+    match = re.search(r"os error (\d+)", str(error))
+    if number := getattr(error, "errno", None) or (int(match[1]) if match else None):
+        return int(number)
+    return number_of(error.__cause__) if isinstance(error.__cause__, OSError) else None
 
 
 def refused(path: Path, error: Exception, needed: int, free: int | None) -> str:
     """Return the message for a disk that refused `needed` bytes at `path`; `free` bytes were free before."""
-    number = errno_of(error)
+    number = number_of(error)
     words = str(error) if number is None else os.strerror(number)
     return f"{path} was not written: {words}; {advice(number, needed, free)}"
-
-
-def errno_of(error: Exception) -> int | None:
-    match = re.search(r"os error (\d+)", str(error))  # an error of safetensors or tokenizers has it only in its text
-    return error.errno if isinstance(error, OSError) else int(match[1]) if match else None
 
 
 def advice(number: int | None, needed: int, free: int | None) -> str:
     """Return advice for an errno. ENOSPC with enough free bytes means a quota, or no free inodes."""
     if number != errno.ENOSPC:
         return ADVICE.get(number or 0, "mend that, or choose another output_dir")
+    if not needed:
+        return f"make room{'' if free is None else f' ({free:,} bytes were free before)'}, or choose another output_dir"
     if free is None or free < needed:
         return f"it needs about {needed:,} bytes{'' if free is None else f' and {free:,} were free'}: make room"
     return (f"it needs about {needed:,} bytes, and {free:,} were free before. So either something else filled the disk "
@@ -77,16 +130,47 @@ def swap_in(temp: Path, folder: Path) -> None:
     aside = aside_of(folder)
     remove(aside)
     if folder.exists():
-        os.rename(folder, aside)
+        move(folder, aside)
     try:
-        os.rename(temp, folder)
+        move(temp, folder)
         flush(folder.parent)
     except BaseException:
-        if not temp.exists():
-            os.rename(folder, temp)
+        if temp.exists():
+            remove(folder)  # there is none, or a part of a copy
+        else:
+            move(folder, temp)
         if aside.exists():
-            os.rename(aside, folder)
+            move(aside, folder)
         raise
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename a file, over an existing one too, or a folder. What the file system cannot rename is copied."""
+    try:
+        os.replace(source, target)
+    except OSError as error:
+        is_file = source.is_file()
+        if error.errno not in ABSENT | {errno.EXDEV} | ({errno.EEXIST} if is_file else set()):
+            raise
+        say_lost("renaming over a file" if is_file else "renaming a folder", target, error.strerror)
+        if is_file:  # some refuse only to replace
+            remove(target)
+            with suppress(OSError):
+                os.rename(source, target)
+                return
+        copy(source, target)
+        remove(source)
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a file or a folder, without modes and times, which some file systems refuse to set."""
+    if source.is_file():
+        shutil.copyfile(source, target)
+        flush(target)
+        return
+    target.mkdir()
+    for path in source.iterdir():
+        copy(path, target / path.name)
 
 
 def aside_of(folder: Path) -> Path:
@@ -112,8 +196,33 @@ def removed_after(temp: Path) -> Iterator[None]:
 
 def flush(path: Path) -> None:
     """Fsync a file, or a folder's directory entries."""
-    descriptor = os.open(path, os.O_RDONLY)
+    what, is_folder = ("flushing a folder", True) if path.is_dir() else ("flushing a file", False)
+    try:
+        descriptor = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)  # Windows flushes only what may be written
+    except PermissionError as error:
+        if not is_folder:
+            raise
+        return say_lost(what, path, error.strerror)  # Windows opens no folders
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in ABSENT:
+            raise
+        say_lost(what, path, error.strerror)
     finally:
         os.close(descriptor)
+
+
+def lock(file: int, path: Path) -> bool:
+    """Lock an open file until it is closed. BlockingIOError if another process holds the lock; return False on a file
+    system without locks."""
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOSYS, "no flock")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in ABSENT | {errno.ENOLCK}:
+            raise
+        say_lost("locks", path.parent, error.strerror)
+        return False
+    return True

@@ -4,20 +4,23 @@ Each hook is called as `hook(args, state, control, model=, processing_class=, op
 
     on_init_end                              at the end of the trainer's constructor
     on_train_begin, on_train_end
-    on_epoch_begin, on_epoch_end             around each pass over the rows; on_epoch_end also at the run's end
+    on_epoch_begin, on_epoch_end             around each pass over the rows
     on_step_begin, on_step_end               around one update: sampling and its optimizer steps
     on_pre_optimizer_step, on_optimizer_step before and after each optimizer step
     on_log (logs=), on_evaluate (metrics=), on_save
     on_push_begin                            before an upload to the hub
 
-At the end of a step, the training loop carries out the requests that a listener set in `control`.
+Order, `state` and `control` are as in transformers. At the end of a step and of an epoch, the training loop carries out
+the requests that a listener set in `control` in any hook.
 """
 
 import logging
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+from lowmem_grpo.runs.records import TENSORBOARD
 from lowmem_grpo.runs.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
@@ -119,62 +122,140 @@ def reward_name(key: str) -> str | None:
 
 
 class Sink:
-    """The base class of listeners that write every log line, evaluations included, to a `run` of wandb or trackio."""
+    """The base class of listeners that write every log line, evaluations included. Each begins with its first line."""
 
-    run: Any
-
-    def write(self, values: dict[str, float], step: int) -> None:
-        self.run.log(values, step=step)
+    def write(self, args: Any, values: dict[str, float], step: int) -> None:
+        raise NotImplementedError
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
         if "train_runtime" in logs:  # its other metrics were written with the last step
             logs = {name: value for name, value in logs.items() if name.startswith("train_") or name == "total_flos"}
-        # under transformers' names: eval/ for evaluations such as eval/loss, train/ for all others
-        named = {f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        # under transformers' names: eval/ for evaluations such as eval/loss, test/ likewise, train/ for all others
+        named = {f"{name[:4]}/{name[5:]}" if name.startswith(("eval_", "test_")) else f"train/{name}": value
                  for name, value in numbers(logs).items()}
-        self.write(named, state.global_step)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.run.finish()
+        self.write(args, named, state.global_step)
 
 
-class WandbSink(Sink):
-    """A wandb run; project, offline mode and the like come from wandb's own settings."""
+class RunSink(Sink):
+    """The base class of listeners that write to a run of wandb or trackio: to the one that the user has opened, which
+    is never closed here, or else to the trainer's own, which goes on in a second `train` and after it."""
+
+    run: Any = None  # the run written to last
+    opened: ClassVar[Any] = None  # the newest run that a listener of this kind opened; the user opened all others
+
+    def current(self) -> Any:
+        """Return the run that is open in the library, or None."""
+        raise NotImplementedError
+
+    def open(self, args: Any) -> Any:
+        """Open this trainer's own run, or go on with `self.run`, which was closed."""
+        raise NotImplementedError
+
+    def describe(self, args: Any) -> None:
+        """Write the settings into `self.run`."""
+        raise NotImplementedError
+
+    def ready(self, args: Any) -> Any:
+        """Return the run to write to. A run that an earlier trainer opened is closed."""
+        kind, run = type(self), self.current()
+        if run is not None and run is kind.opened and run is not self.run:
+            run.finish()
+            run = None
+        if run is None:
+            run = kind.opened = self.open(args)
+        if run is not self.run:
+            self.run = run
+            self.describe(args)
+        return run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ready(args)
+
+
+class WandbSink(RunSink):
+    """A wandb run; project, offline mode and the like come from wandb's own settings. As in transformers, it stays open
+    after training: until wandb.finish(), the next trainer, or the end of the process."""
+
+    def current(self) -> Any:
         import wandb
 
-        self.run = wandb.init(name=args.run_name, config=args.to_dict())
+        return wandb.run
+
+    def open(self, args: Any) -> Any:
+        import wandb
+
+        same = {} if self.run is None else {"id": self.run.id, "project": self.run.project, "resume": "allow"}
+        return wandb.init(name=args.run_name, **same)
+
+    def describe(self, args: Any) -> None:
+        self.run.config.update(args.to_dict(), allow_val_change=True)
+        for names in ("train/*", "eval/*", "test/*"):
+            self.run.define_metric(names, step_metric="train/global_step")
+
+    def write(self, args: Any, values: dict[str, float], step: int) -> None:
+        # not as wandb's own step, which never falls: a user's run may have passed it, and a second `train` begins at 1
+        self.ready(args).log({**values, "train/global_step": step})
 
 
 class TensorboardSink(Sink):
     """Event files under output_dir/tensorboard."""
 
+    def __init__(self) -> None:
+        self.writer: Any = None
+        self.early: list[tuple[dict[str, float], int]] | None = []  # lines before the first `train`; None after
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.folder = Path(args.output_dir).absolute() / TENSORBOARD
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        early, self.early = self.early or [], None
+        if self.writer is not None and not Path(self.writer.log_dir).is_dir():  # it moved away with an earlier run
+            self.writer.close()
+            for values, step in early:
+                self.write(args, values, step)
+
+    def write(self, args: Any, values: dict[str, float], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(f"{args.output_dir}/tensorboard")
-
-    def write(self, values: dict[str, float], step: int) -> None:
+        if self.early is not None:
+            self.early.append((values, step))
+        if self.writer is None:
+            self.writer = SummaryWriter(str(self.folder))
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
+        self.writer.flush()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.writer.close()
+        if self.writer is not None:
+            self.writer.close()  # a later line opens a further file in the folder
 
 
-class TrackioSink(Sink):
+class TrackioSink(RunSink):
     """A trackio run, local or in the space `trackio_space_id`. A resumed run continues under its `run_name`."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def current(self) -> Any:
         import trackio
 
-        self.run = trackio
-        trackio.init(
-            args.project, name=args.run_name, space_id=args.trackio_space_id, resume="allow", embed=False,
-            config={name: value for name, value in args.to_dict().items() if value is not None},
-        )
+        return trackio.context_vars.current_run.get()
+
+    def open(self, args: Any) -> Any:
+        import trackio
+
+        project, name = (args.project, args.run_name) if self.run is None else (self.run.project, self.run.name)
+        return trackio.init(project, name=name, space_id=args.trackio_space_id, resume="allow", embed=False)
+
+    def describe(self, args: Any) -> None:
+        self.run.config.update({name: value for name, value in args.to_dict().items() if value is not None})
+
+    def write(self, args: Any, values: dict[str, float], step: int) -> None:
+        self.ready(args).log(values, step=step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        import trackio
+
+        if self.run is not None and self.current() is self.run is self.opened:
+            trackio.finish()
 
 
 SINKS = {"wandb": WandbSink, "tensorboard": TensorboardSink, "trackio": TrackioSink}

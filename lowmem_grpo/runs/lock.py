@@ -1,7 +1,6 @@
 """The lock of a run's folder, since a second process would repeat lines and break checkpoints. The owner holds an flock
 on a file that names the owner; the kernel releases the lock when the process ends, however it ends."""
 
-import errno
 import json
 import logging
 import os
@@ -13,18 +12,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.runs.files import free_bytes, refused
+from lowmem_grpo.runs.files import SAID, fcntl, free_bytes, lock, refused
 from lowmem_grpo.runs.records import RecordError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 FILE, OWNER_BYTES = ".owner.json", 4096
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)  # a file system without locks
+TRIES = 100  # for a file that is not there any more once it is locked; some file systems name a file anew each time
 
 
 class RunInUseError(RecordError):
@@ -36,6 +30,7 @@ def owned(run_dir: Path) -> Iterator[None]:
     """Own the folder inside the block, and create it if missing. RunInUseError if another process owns it. Without
     locks in the file system, the process that the file names is the owner if it may be alive (`is_alive`)."""
     path = run_dir / FILE
+    SAID.clear()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         file = locked(path)
@@ -50,6 +45,9 @@ def owned(run_dir: Path) -> Iterator[None]:
         with suppress(OSError):  # on a disk that turned read-only; the lock is released anyway
             path.unlink()
         os.close(file)
+        with suppress(OSError):
+            if fcntl is None:  # Windows deletes no open file
+                path.unlink()
 
 
 HELD: set[int] = set()  # file descriptors of this process's locks
@@ -68,33 +66,29 @@ if hasattr(os, "register_at_fork"):
 
 def locked(path: Path) -> int:
     """Open and lock the file at `path`, and return its descriptor."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    for left in reversed(range(TRIES)):
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             take(file, path)
-            if is_at(file, path):
+            if is_at(file, path) or not left:
                 return file
         except BaseException:
             os.close(file)
             raise
         os.close(file)  # its former owner removed it meanwhile
+    raise AssertionError("the last try returns")
 
 
 def take(file: int, path: Path) -> None:
     """Lock an open file, or raise RunInUseError."""
     owner = read_owner(file)
     try:
-        if fcntl is None:
-            raise OSError(errno.ENOSYS, "no flock")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = lock(file, path)
     except BlockingIOError as error:
         raise RunInUseError(refusal(path, owner)) from error
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        if owner and is_alive(owner):
-            raise RunInUseError(f"{refusal(path, owner)}. This file system has no locks: if that process has ended, "
-                                f"delete {path}") from error
+    if not is_locked and owner and is_alive(owner):
+        raise RunInUseError(f"{refusal(path, owner)}. This file system has no locks: if that process has ended, "
+                            f"delete {path}")
     if owner and owner.get("host") != socket.gethostname():
         logger.warning("%s was left behind by %s, which ended without releasing the folder", path, said(owner))
 
@@ -119,10 +113,12 @@ def is_at(file: int, path: Path) -> bool:
 
 def is_alive(owner: dict[str, Any]) -> bool:
     """Return whether an owner may still be running; True for an owner on another machine."""
-    if owner.get("host") != socket.gethostname() or fcntl is None:
+    if owner.get("host") != socket.gethostname():
         return True
     if owner.get("boot") != boot() or owner.get("pid") == os.getpid():
         return False
+    if fcntl is None:
+        return True  # on Windows, where kill would end the process
     try:
         number = int(owner["pid"])
         if number < 1:
@@ -143,13 +139,14 @@ def write_owner(file: int) -> None:
     owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot": boot(), "command": " ".join(sys.argv)[:200],
              "since": datetime.now().astimezone().isoformat(timespec="seconds")}
     os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(owner).encode(errors="replace"), 0)
+    os.lseek(file, 0, os.SEEK_SET)  # Windows has no pread and pwrite
+    os.write(file, json.dumps(owner).encode(errors="replace"))
 
 
 def read_owner(file: int) -> dict[str, Any]:
     """Return the owner that the file names; empty if there is none."""
     try:
-        owner = json.loads(os.pread(file, OWNER_BYTES, 0))
+        owner = json.loads(os.read(file, OWNER_BYTES))
     except (ValueError, RecursionError):
         return {}
     return owner if isinstance(owner, dict) else {}

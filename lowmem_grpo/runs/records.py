@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowmem_grpo.runs.files import flush, free_bytes, refused
+from lowmem_grpo.runs.files import flush, free_bytes, move, refused
 from lowmem_grpo.runs.trajectory import content_text, episode_fields
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 METRICS, COMPLETIONS, SUMMARY, REPORT = "metrics.jsonl", "completions.jsonl", "summary.json", "report.html"
 FINAL, NONFINITE, EARLIER = "adapter", "nonfinite.jsonl", "earlier"
-OF_A_RUN = (COMPLETIONS, REPORT, NONFINITE, FINAL, "tensorboard", METRICS, SUMMARY)  # besides its checkpoints
+TENSORBOARD = "tensorboard"
+OF_A_RUN = (COMPLETIONS, REPORT, NONFINITE, FINAL, TENSORBOARD, METRICS, SUMMARY)  # besides its checkpoints
 
 
 class RecordError(RuntimeError):
@@ -46,13 +47,15 @@ class RunRecords:
         names = [name for name in [*self.checkpoints(), *OF_A_RUN] if os.path.lexists(self.run_dir / name)]
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            if not names and not moving.exists():
-                return None
+            if names in ([], [TENSORBOARD]) and not moving.exists():
+                return None  # a trainer that has only evaluated writes no more than that
             moving.mkdir(parents=True, exist_ok=True)
             for name in names:
-                os.rename(self.run_dir / name, moving / name)
+                move(self.run_dir / name, moving / name)
             numbers = [int(path.name) for path in earlier.iterdir() if path.name.isdecimal()]
-            return moving.rename(earlier / str(max(numbers, default=0) + 1))
+            kept = earlier / str(max(numbers, default=0) + 1)
+            move(moving, kept)
+            return kept
         except OSError as error:
             raise RecordError(refused(moving, error, 0, free_bytes(earlier))) from error
 
@@ -123,7 +126,7 @@ class RunRecords:
             broken = path.with_name(f"{SUMMARY}.broken-{os.getpid()}")
             logger.warning("%s cannot be read (%s); it is renamed to %s, a new one begins", path, error, broken.name)
             with suppress(OSError):  # if the disk is at fault, writing the new file reports it
-                os.rename(path, broken)
+                move(path, broken)
             return {}
 
     def append(self, name: str, lines: Iterable[dict[str, Any]]) -> None:
@@ -275,9 +278,10 @@ def replace_text(path: Path, text: str) -> None:
     """Write a file atomically: to a temporary file, fsynced and then renamed. RecordError if the disk refuses."""
     aside, free = path.with_name(f".{path.name}.tmp"), free_bytes(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         aside.write_text(text, "utf-8")
         flush(aside)
-        os.replace(aside, path)
+        move(aside, path)
     except OSError as error:
         with suppress(OSError):
             aside.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.runs.records import FINAL, SUMMARY, json_object
-from lowmem_grpo.utils import MIB, PATH, TEXT, TRUTH, Rule, check_given, read_json
+from lowmem_grpo.utils import MIB, PATH, TEXT, TRUTH, Rule, check_given, is_adapter, read_json
 
 ADAPTER_FILE = "adapter_model.safetensors"
 FILES = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safetensors", "state.json")
@@ -133,7 +133,7 @@ def find_adapter(path: Path, unfinished: bool = False) -> RunAdapter:
     if (path / MANIFEST).is_file():
         verify(path)
         return RunAdapter(path, f"{path.absolute().name}, a checkpoint")
-    if any((path / name).is_file() for name in (ADAPTER_FILE, "adapter_config.json", "adapter_model.bin")):
+    if is_adapter(path) or any((path / name).is_file() for name in (ADAPTER_FILE, "adapter_model.bin")):
         check_adapter_folder(path)
         return RunAdapter(path, f"{path.absolute().name}, a saved adapter")
     return of_run(path, unfinished)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -57,9 +57,14 @@ class TrainerState:
         Path(json_path).write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n", "utf-8")
 
 
+OF_STEP = ("should_log", "should_evaluate", "should_save")
+CLEARED = {"on_train_begin": ("should_training_stop",), "on_epoch_begin": ("should_epoch_stop",),
+           "on_step_begin": OF_STEP, "on_log": OF_STEP[:1], "on_evaluate": OF_STEP[1:2], "on_save": OF_STEP[2:]}
+
+
 @dataclass
 class TrainerControl:
-    """The requests that listeners make."""
+    """The requests that listeners and the settings make."""
 
     should_training_stop: bool = False
     should_save: bool = False
@@ -67,11 +72,22 @@ class TrainerControl:
     should_evaluate: bool = False
     should_epoch_stop: bool = False
 
-    def taken(self) -> "TrainerControl":
-        """Return a copy of this control, then clear the requests that apply to a single step only."""
-        asked = replace(self)
-        self.should_save = self.should_log = self.should_evaluate = False
-        return asked
+    def follow(self, event: str, args: Any, state: TrainerState, before: int) -> None:
+        """Clear the requests that `event` fulfils, and add those of the settings, before listeners see the event. The
+        update in progress began after step `before`."""
+        for name in CLEARED.get(event, ()):
+            setattr(self, name, False)
+        if event == "on_epoch_end":
+            self.should_evaluate |= args.eval_strategy == "epoch"
+            self.should_save |= args.save_strategy == "epoch"
+        if event == "on_step_end":
+            step, last = state.global_step, state.global_step >= state.max_steps
+            log, evaluate, save = (last or step // (every or step) > before // (every or step)
+                                   for every in (args.logging_steps, args.eval_steps, args.save_steps))
+            self.should_training_stop |= last
+            self.should_log |= log or (args.logging_first_step and not before)
+            self.should_evaluate |= args.eval_strategy == "steps" and evaluate
+            self.should_save |= args.save_strategy == "steps" and save
 
 
 def error_text(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.runs.files import check_place
+from lowmem_grpo.runs.files import check_place, move
 from lowmem_grpo.server.jobs.keeper import lock_file
 from lowmem_grpo.server.users import key_fault, new_key
 
@@ -113,7 +113,7 @@ class ServerDir:
     """The folder of a server, locked so that one server at a time uses it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.expanduser()
+        self.folder = folder.expanduser().absolute()
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[Database]:
@@ -187,7 +187,7 @@ class ServerDir:
         file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(file, "w", encoding="utf-8") as written:
             json.dump(asdict(address), written)
-        os.replace(aside, path)
+        move(aside, path)
         return path
 
 

@@ -12,7 +12,8 @@ from torch.utils.data import ConcatDataset
 from lowmem_grpo.config.from_trl import check_model, either, settings_of, taken_in
 from lowmem_grpo.config.grpo import GRPOConfig, RLOOConfig
 from lowmem_grpo.config.sampling import PARALLEL, SamplingParams
-from lowmem_grpo.data.prompts import DifficultyPools, Prompt, PromptEncoder, PromptSource, check_dataset
+from lowmem_grpo.data.difficulty import DifficultyPools
+from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
@@ -214,4 +215,7 @@ def prompt_source(config: GRPOConfig, rows: Any, encoder: PromptEncoder) -> Prom
         raise ValueError("replay_buffer_size is set, and the rows are a stream, in which a kept row cannot be "
                          "found again after a resume; leave it out, or pass a datasets.Dataset")
     pools = DifficultyPools() if config.difficulty_pools else None
-    return source_of(rows, encoder, config.order_seed, config.shuffle_dataset, pools)
+    runs_on = config.difficulty_pools or config.dynamic_sampling_rounds  # then nobody knows how many rows a step takes
+    return source_of(rows, encoder, config.order_seed, config.shuffle_dataset, pools,
+                     None if runs_on else config.whole_prompts,
+                     horizon=max(0, config.max_steps * config.prompts_per_step // config.num_iterations))

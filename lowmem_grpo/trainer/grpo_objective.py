@@ -23,6 +23,7 @@ from lowmem_grpo.losses.regularization import (
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
+MANY_DROPPED = 0.1  # share of the tokens of the current policy that a mask leaves out
 
 
 class GRPOObjective(Objective):
@@ -36,7 +37,8 @@ class GRPOObjective(Objective):
         self.entropy = bonus if bonus.enabled else None
         self.mismatch = MismatchWatch()
         self.correct_mismatch = self.stale = False  # for the update in progress
-        self.told: set[bool] = set()  # the values of `stale` for which a warning was logged
+        self.moved = False  # whether optimizer steps of the update may have changed the policy
+        self.told: set[str] = set()  # what was logged, by its cause
 
     @property
     def temperature(self) -> float:
@@ -65,14 +67,24 @@ class GRPOObjective(Objective):
         self.stale = any(rollout.policy_version < policy_version or not all(turn.exact for turn in rollout.turns)
                          for rollout in rollouts)
         self.correct_mismatch = self.mismatch.due(self.stale) if chosen is None else chosen
-        if chosen is None and self.correct_mismatch and self.stale not in self.told:
-            self.told.add(self.stale)
+        if chosen is None:
+            self.tell()
+
+    def tell(self) -> None:
+        """Log once that tokens are weighed because rollouts are stale, and each time that a mismatch begins or ends."""
+        cause, mismatch = "stale" if self.stale else "mismatch", self.mismatch
+        if self.correct_mismatch and cause not in self.told:
+            self.told.add(cause)
             logger.warning(
                 "%s: tokens are weighed by %s here and in steps like this one (vllm_importance_sampling_correction)",
                 "some rollouts are of an older policy, or of another temperature" if self.stale else
-                f"sampler and trainer differ (mean k3 {self.mismatch.last_k3:.2g}, bound {self.mismatch.bound})",
+                f"sampler and trainer differ (mean k3 {mismatch.last_k3:.2g}, bound {mismatch.bound})",
                 self.config.vllm_importance_sampling_mode,
             )
+        elif not self.correct_mismatch and "mismatch" in self.told:
+            self.told.remove("mismatch")
+            logger.warning("sampler and trainer agree again (mean k3 %.2g is at most half of %g): tokens are no longer "
+                           "weighed", mismatch.last_k3, mismatch.bound)
 
     def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
         """Choose the tokens of the highest entropy, and put the KL term into the advantages, if the settings say so."""
@@ -114,6 +126,7 @@ class GRPOObjective(Objective):
                         num_tokens_in_step=totals.tokens, num_policy_tokens_in_step=totals.policy_tokens,
                         correct_mismatch=self.correct_mismatch, entropy_coef=self.entropy_applied,
                         num_sequences=len(batch.rollouts))
+        self.moved = batch.old_logprobs is not None
         out.metrics["entropy"] = entropy.detach().mean()
         if self.config.kl_in_reward and batch.ref_logprobs is not None:
             policy = logprobs.detach() if batch.old_logprobs is None else batch.at_trained(batch.old_logprobs)
@@ -151,19 +164,36 @@ class GRPOObjective(Objective):
             metrics[f"{source}/effective_samples"] = effective_sample_share(mismatch)
             if not self.stale:
                 self.mismatch.last_k3 = metrics["mismatch/k3"]
+                self.check_masks(metrics)
         if self.entropy is not None:
             if "entropy" in metrics:
                 self.entropy.update(metrics.get("entropy/policy", metrics["entropy"]))
             metrics["entropy_coef"] = self.entropy.coef  # the next step's, as TRL logs it
         return metrics | {"mismatch/corrected": float(self.correct_mismatch)}
 
+    def check_masks(self, metrics: dict[str, float]) -> None:
+        """Warn once of each mask that leaves out more than a tenth of the tokens of the current policy."""
+        config = self.config
+        masks = {"sampling/importance_sampling_ratio/dropped":
+                 f"vllm_importance_sampling_mode={config.vllm_importance_sampling_mode!r} with bounds "
+                 f"{config.correction_bounds}",
+                 "off_policy/masked_share": f"off_policy_mask_threshold={config.off_policy_mask_threshold}"}
+        for name, mask in masks.items():
+            moved = self.moved and name == "off_policy/masked_share"  # by earlier optimizer steps of the generation
+            if name not in self.told and not moved and metrics.get(name, 0) > MANY_DROPPED:
+                self.told.add(name)
+                logger.warning("%s leaves out %.0f%% of the tokens (%s), although all are of the current policy: its "
+                               "bounds are within the rounding of sampler and trainer. Widen them", mask,
+                               100 * metrics[name], name)
+
     def state(self) -> dict[str, Any]:
-        return {"entropy": None if self.entropy is None else self.entropy.state(), "last_k3": self.mismatch.last_k3}
+        return {"entropy": None if self.entropy is None else self.entropy.state(), "last_k3": self.mismatch.last_k3,
+                "large_mismatch": self.mismatch.large}
 
     def restore(self, state: dict[str, Any]) -> None:
         if self.entropy is not None:
             self.entropy.restore(state.get("entropy"))
-        self.mismatch.last_k3 = state.get("last_k3")
+        self.mismatch.last_k3, self.mismatch.large = state.get("last_k3"), state.get("large_mismatch", False)
 
 
 def at(batch: MicroBatch, values: Tensor | None) -> Tensor | None:

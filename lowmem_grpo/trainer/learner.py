@@ -18,7 +18,7 @@ from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.packing import Packer, unpack
-from lowmem_grpo.models.policy import Policy, set_mode
+from lowmem_grpo.models.policy import Policy, in_mode
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
@@ -103,15 +103,17 @@ class Learner:
             results += zip(batch.rollouts, logprobs, entropy, strict=True)
         return results
 
-    def prepare(self, groups: list[RolloutGroup], optimizer_steps: int, policy_version: int = 0) -> None:
-        """Compute the rollout fields that an update of `optimizer_steps` steps needs, such as `old_logprobs`."""
+    def prepare(self, groups: list[RolloutGroup], optimizer_steps: int, policy_version: int = 0,
+                training: bool = True) -> None:
+        """Compute the rollout fields that an update of `optimizer_steps` steps needs, such as `old_logprobs`, in train
+        or evaluation mode."""
         self.objective.start_update(members(groups), policy_version)
         fields = self.objective.needed_before(optimizer_steps)
         rollouts = self.counted_groups(groups) if "entropy" in fields else self.trained_groups(groups)
-        training, random = self.policy.model.training, RandomStates(self.policy.device)
+        random = RandomStates(self.policy.device)
 
+        @in_mode(self.policy.model, training)
         def fill() -> None:
-            set_mode(self.policy.model, training)
             random.restore()
             limit = self.bound.lowered
             if own := [name for name in fields if name != "ref_logprobs"]:
@@ -189,12 +191,12 @@ class Learner:
         self, batches: Iterator[MicroBatch], totals: StepTotals, begun: StepAccumulator | None = None
     ) -> StepAccumulator:
         """Add the micro-batches' gradients to the adapter; return a copy of `begun` with their losses and metrics."""
-        set_mode(self.policy.model, True)
         sums = StepAccumulator(self.policy.device) if begun is None else begun.copied()
         if not sums.count:
             self.policy.differing_routes()  # clears the counts of earlier passes
-        for batch in batches:
-            self.add(batch, totals, sums)
+        with in_mode(self.policy.model, True):
+            for batch in batches:
+                self.add(batch, totals, sums)
         return sums
 
     def add(self, batch: MicroBatch, totals: StepTotals, sums: StepAccumulator) -> None:
@@ -222,13 +224,13 @@ class Learner:
     @torch.no_grad()
     def measure(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Return the loss and metrics of these groups, without gradient or dropout; the run's state stays the same."""
-        training, before, random = self.policy.model.training, self.objective.state(), RandomStates(self.policy.device)
-        set_mode(self.policy.model, False)
+        before, random = self.objective.state(), RandomStates(self.policy.device)
         try:
-            self.prepare(groups, 1)
+            self.prepare(groups, 1, training=False)
             counted = [group for group in self.counted_groups(groups) if not group.unjudged]
             totals = self.totals(groups, None)
 
+            @in_mode(self.policy.model, False)
             def work(batches: Iterator[MicroBatch]) -> StepAccumulator:
                 sums = StepAccumulator(self.policy.device)
                 for batch in batches:
@@ -238,13 +240,13 @@ class Learner:
             sums = self.packer.run("an evaluation", self.mine(counted), self.limits, work, random.restore)
             return sums.of_all_ranks(self.ranks, members(counted)).metrics(self.objective)
         finally:
-            set_mode(self.policy.model, training)
             self.objective.restore(before)
             self.prepare_again = None
 
-    def optim_step(self) -> dict[str, float]:
-        """Sum, clip, apply and clear the gradients; skip a step without gradients, or with NaN or infinity.
-        NonFiniteError after `nonfinite_steps` steps in a row with NaN or infinity."""
+    def optim_step(self, notify: Callable[[str], None] = lambda event: None) -> dict[str, float]:
+        """Sum, clip, apply and clear the gradients; skip a step without gradients, or with NaN or infinity. `notify` is
+        called with the events before and after the gradients are applied. NonFiniteError after `nonfinite_steps` steps
+        in a row with NaN or infinity."""
         if self.ranks.count > 1:
             self.ranks.sum_gradients([*self.trained.values()])
         parameters = {name: p for name, p in self.trained.items() if p.grad is not None}
@@ -259,8 +261,12 @@ class Learner:
                 broken = broken_gradients(parameters)
             elif not self.guard.bad:
                 torch.nn.utils.clip_grads_with_norm_(parameters.values(), self.config.max_grad_norm, norm)
-                self.apply(list(parameters.values()))
                 metrics["optimizer/skipped"] = 0.0
+        notify("on_pre_optimizer_step")
+        if not metrics["optimizer/skipped"]:
+            self.apply(list(parameters.values()))
+        notify("on_optimizer_step")
+        if parameters:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.prepare_again = None

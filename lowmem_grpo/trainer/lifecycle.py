@@ -43,29 +43,26 @@ class Journal:
         """`prints` is False in a process that prints nothing."""
         self.state, self.records, self.settings, self.alarms = state, records, settings, alarms
         self.show_samples = prints and getattr(settings, "log_completions", False)
+        self.groups: list[RolloutGroup] = []  # those of the last step
 
-    def write(self, before: int, line: dict[str, Any], groups: list[RolloutGroup]) -> dict[str, Any] | None:
-        """Record a step's metrics `line` and the completions of `groups`; return the line to log, if one is due."""
+    def write(self, line: dict[str, Any], groups: list[RolloutGroup]) -> None:
+        """Record a step's metrics `line` and the completions of `groups`."""
         if self.alarms is not None:
             line |= self.alarms.watch(line)
         if groups:
             self.records.completions(self.state.global_step, groups)
         self.state.unlogged.append(line)
-        step, every = self.state.global_step, self.settings.logging_steps
-        first = self.settings.logging_first_step and before == 0
-        if step // every == before // every and step != self.state.max_steps and not first:
-            return None
-        logged = self.flush()
-        if self.show_samples and groups:
-            for group, rollout in chosen(groups, self.settings.num_completions_to_print,
-                                         self.settings.log_unique_prompts):
-                self.show_sample(group, rollout)
-        return logged
+        self.groups = groups
 
     def flush(self) -> dict[str, Any] | None:
-        """Return one log line for all steps since the last log line; None if there were no steps."""
+        """Return one log line for all steps since the last log line, and print completions of the last step; None if
+        there were no steps."""
         if not self.state.unlogged:
             return None
+        if self.show_samples and self.groups:
+            for group, rollout in chosen(self.groups, self.settings.num_completions_to_print,
+                                         self.settings.log_unique_prompts):
+                self.show_sample(group, rollout)
         last = self.state.unlogged[-1]
         logged = mean_of(self.state.unlogged) | {name: last[name] for name in LAST if name in last}
         self.state.unlogged = []
@@ -142,13 +139,12 @@ def running(trainer: TrlApi, resume: bool | str | None) -> Iterator[None]:
             started, trainer.began_at, trainer.losses, trainer.samples_seen = time.monotonic(), time.time(), [], 0
             with trainer.saver.saved_before(trainer.save_state, trainer.interrupt):
                 trainer.notify("on_train_begin")
-                trainer.notify("on_epoch_begin")
                 try:
-                    try:
-                        yield
-                    finally:
-                        trainer.notify("on_epoch_end")
+                    yield
+                    save_last(trainer)
                     log_summary(trainer, time.monotonic() - started)
+                    if trainer.args.load_best_model_at_end and trainer.saver.load_best():
+                        trainer.weights_changed()
                 finally:
                     trainer.notify("on_train_end")
             end_run(trainer, "finished" if trainer.finished else "interrupted")
@@ -190,9 +186,9 @@ def load_checkpoint(trainer: TrlApi, wanted: bool | str) -> bool:
 
 def known_run(trainer: TrlApi) -> tuple[dict[str, Any], bool]:
     """Return the summary in the run's folder, and whether this trainer's own run stopped early and can be resumed."""
-    known, state = trainer.records.known(), trainer.state
+    known = trainer.records.known()
     mine = bool(trainer.began) and known.get("began") == trainer.began
-    return known, mine and state.global_step < state.max_steps and bool(list_checkpoints(trainer.run_dir))
+    return known, mine and not trainer.finished and bool(list_checkpoints(trainer.run_dir))
 
 
 def log_summary(trainer: TrlApi, seconds: float) -> None:
@@ -202,16 +198,20 @@ def log_summary(trainer: TrlApi, seconds: float) -> None:
     trainer.log(trainer.summary)
 
 
-def end_run(trainer: TrlApi, status: str) -> None:
-    """Write the last checkpoint, the adapter and the summary. Upload the adapter if push_to_hub is set."""
-    if trainer.args.save_strategy != "no" or status == "interrupted":
-        folder = trainer.save_state()
-        if status == "interrupted":
-            logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True) from %s",
-                           trainer.state.global_step, folder)
+def save_last(trainer: TrlApi) -> None:
+    """Write the last checkpoint, if it is not yet written and the run was stopped or saves checkpoints."""
+    if trainer.saver.saved < trainer.state.global_step and (
+            trainer.args.save_strategy != "no" or not trainer.finished):
+        trainer.save_state()
+    if not trainer.finished:
+        step = trainer.state.global_step
+        logger.warning("stopped at step %d; go on with train(resume_from_checkpoint=True) from %s", step,
+                       trainer.run_dir / f"checkpoint-{step}")
     trainer.ranks.meet("the last checkpoint")  # other ranks may read it once it is written
-    if trainer.args.load_best_model_at_end and trainer.saver.load_best():
-        trainer.weights_changed()
+
+
+def end_run(trainer: TrlApi, status: str) -> None:
+    """Write the adapter and the summary. Upload the adapter if push_to_hub is set."""
     if trainer.records.writes:
         save_adapter(trainer.run_dir / FINAL, trainer.model.save_lora)
         update_summary(trainer, describe_run(trainer, status))
@@ -238,7 +238,7 @@ def describe_run(trainer: TrlApi, status: str) -> dict[str, Any]:
             "steps": state.global_step, "train_seconds": state.elapsed, "skipped_rows": dict(trainer.source.skipped),
             "best_checkpoint": state.best_model_checkpoint,
             "machine": describe_machine(trainer.model, trainer.policy.device), "config": trainer.args.to_dict(),
-            **trainer.told, **method}
+            **({"max_steps": state.max_steps} if trainer.source.dataset else {}), **trainer.told, **method}
 
 
 @contextmanager

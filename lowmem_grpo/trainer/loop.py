@@ -50,8 +50,8 @@ class Trainer(TrlApi):
         self.losses: list[float] = []  # one for each step of the current `train` call
         self.samples_seen = 0  # rollouts trained on in the current `train` call
         self.summary: dict[str, Any] = {}  # the last line of the log
-        self.stops = False  # True if all ranks have agreed to stop
-        self.epoch_before = 0  # the epoch in which the step in progress began
+        self.signalled = False  # True if all ranks have agreed to stop because of a signal
+        self.step_before = 0  # the step after which the update in progress began
         self.said_unrouted = False  # True: the warning that the sampler records no routes was logged
         # as `evaluation_rows` returns them; a dict by name for several datasets
         self.eval_sets: Any = evaluation_sets(eval_dataset, self.args, self.evaluation_rows)
@@ -134,6 +134,8 @@ class Trainer(TrlApi):
         # dapo and similar losses count the tokens of the whole generation, bnpo those of the optimizer step
         tokens = self.learner.num_tokens(groups) / len(parts) if self.objective.counts_generation else None
         steps = [self.learner.forward_backward(part, tokens, begun) | self.optim_step() for part in order]
+        undone = 1 - len(order) / (len(parts) * getattr(self.args, "num_iterations", 1) or 1)
+        self.state.epoch = self.source.epoch - undone * self.source.last
         return mean_of(steps) | self.learner.guard.over(steps)
 
     def forward_backward(self, groups: list[RolloutGroup]) -> dict[str, float]:
@@ -143,13 +145,11 @@ class Trainer(TrlApi):
 
     def optim_step(self) -> dict[str, float]:
         """Apply the gradients and, if due, move the KL reference. Return the gradient norm and the learning rate."""
-        self.notify("on_pre_optimizer_step")
-        metrics = self.learner.optim_step()
+        metrics = self.learner.optim_step(self.notify)
         self.state.global_step += 1
         self.state.policy_version += 1
         self.learner.whole = True
         self.weights_changed()
-        self.notify("on_optimizer_step")
         if getattr(self.args, "sync_ref_model", False) and not self.state.global_step % self.args.ref_model_sync_steps:
             self.policy.move_reference(self.args.ref_model_mixup_alpha)
         return metrics
@@ -201,47 +201,78 @@ class Trainer(TrlApi):
                 if self.args.eval_on_start:
                     self.records.metrics(self.evaluate())
                 self.agree()
-                while not self.finished and not self.should_stop():
-                    self.start_step()
-                    self.check_unchanged()
-                    self.train_step(self.next_groups())
+                while not self.finished and not self.interrupted:
+                    self.train_epoch()
+                    if self.control.should_training_stop:
+                        break
         self.interrupt.pass_on()
         return TrainOutput(self.state.global_step, self.summary, self.finished)
 
     @property
     def finished(self) -> bool:
-        return self.state.global_step >= self.state.max_steps
+        """True if all steps are made, or all epochs, of which listeners may have ended some early."""
+        over = self.source.whole is not None and self.source.round >= self.state.num_train_epochs
+        return over or self.state.global_step >= self.state.max_steps
 
-    def should_stop(self) -> bool:
-        """Return whether the run ends before the next step; the same in all ranks."""
-        return self.stops if self.ranks.count > 1 else self.interrupt.requested or self.control.should_training_stop
+    @property
+    def interrupted(self) -> bool:
+        """True if a signal ends the run before the next step; the same in all ranks."""
+        return self.signalled if self.ranks.count > 1 else self.interrupt.requested
+
+    def train_epoch(self) -> None:
+        """Train to the end of the epoch or of the run, or until a listener or a signal ends it."""
+        self.notify("on_epoch_begin")
+        began, over = self.source.round, False
+        while not over:
+            self.start_step()
+            self.check_unchanged()
+            self.train_step(self.next_groups())
+            asked = self.control.should_epoch_stop or self.control.should_training_stop
+            over = asked or self.finished or self.interrupted or self.source.round > began
+        if self.control.should_epoch_stop and self.source.round == began:
+            self.source.end_epoch()
+            self.saver.mark()
+        self.state.num_train_epochs = self.args.epochs_of(self.source.count_rows())  # with the rows skipped so far
+        self.notify("on_epoch_end")
+        if not self.interrupted:
+            self.answer()
 
     def start_step(self) -> None:
         """Begin a step, before its groups are sampled, and record the state to restore if the step fails."""
         self.clock.restart()
         self.ranks.seed(self.args.seed, self.state.global_step)
         self.saver.mark()
-        self.epoch_before = int(self.state.epoch)
+        self.step_before = self.state.global_step
         self.notify("on_step_begin")
 
     def train_step(self, groups: list[RolloutGroup]) -> None:
-        """Train on the groups of the step in progress, write its records, and evaluate and save when due."""
-        before, epoch = self.state.global_step, self.epoch_before
+        """Train on the groups of the step in progress, write its records, and do what is due."""
+        before = self.state.global_step
         metrics = self.update(groups, self.state.max_steps - before)
         self.saver.mark()
         self.record(before, metrics, groups)
-        self.notify("on_step_end", groups=self.sampled)
+        try:
+            self.notify("on_step_end", groups=self.sampled)
+        except BaseException:
+            if self.control.should_log:  # the step is made, so its line is not lost
+                self.records.metrics(self.journal.flush() or {})
+            raise
+        self.answer()
+
+    def answer(self) -> None:
+        """Log, evaluate and save, where the settings or a listener ask for it; a listener may still ask meanwhile."""
         self.agree()
-        self.follow(epoch)
-        asked = self.control.taken()
-        if asked.should_log:
+        if self.control.should_log:
             self.log_line(self.journal.flush())
-        if self.due(before, epoch, self.args.eval_steps, self.args.eval_strategy) or asked.should_evaluate:
+            self.agree()
+        if self.control.should_evaluate:
             metrics = self.evaluate()
             self.records.metrics(metrics)
             self.saver.note_evaluated(metrics)
-        if self.due(before, epoch, self.args.save_steps, self.args.save_strategy) or asked.should_save:
+            self.agree()
+        if self.control.should_save:
             self.save_state()
+            self.agree()
 
     def agree(self) -> None:
         """Tell all ranks which signals each rank has received, and what its callbacks have asked for."""
@@ -251,32 +282,17 @@ class Trainer(TrlApi):
             self.interrupt.got = signals[0]
         for name in vars(self.control):
             setattr(self.control, name, any(getattr(control, name) for _, control in asked))
-        self.stops = bool(signals) or self.control.should_training_stop
-
-    def follow(self, epoch: int) -> None:
-        """End the epoch if a callback asked for it. Call the callbacks' epoch events if an epoch ended in this step."""
-        if self.control.should_epoch_stop:
-            self.control.should_epoch_stop = False
-            self.source.end_epoch()
-            self.state.epoch = self.source.epoch
-        if int(self.state.epoch) > epoch and self.state.global_step < self.state.max_steps:
-            self.notify("on_epoch_end")
-            self.notify("on_epoch_begin")
-
-    def due(self, before: int, epoch: int, every: int | None, strategy: str) -> bool:
-        """Return whether `strategy` is due: an epoch or the run ended ("epoch"), or `every` steps passed ("steps")."""
-        if strategy == "epoch":
-            return int(self.state.epoch) > epoch or self.finished
-        return strategy == "steps" and every is not None and self.state.global_step // every > before // every
+        self.signalled = bool(signals)
 
     def notify(self, event: str, **details: Any) -> None:
         """Call the callbacks' method `event` with the arguments that transformers' Trainer passes."""
+        self.control.follow(event, self.args, self.state, self.step_before)
         self.callbacks(event, self.args, self.state, self.control, model=self.model, processing_class=self.tokenizer,
                        optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler,
                        train_dataloader=NoLoader(), eval_dataloader=NoLoader(), **details)
 
     def record(self, before: int, metrics: dict[str, float], groups: list[RolloutGroup]) -> None:
-        """Write the completions of a step, and log a line of metrics if one is due."""
+        """Write the completions of a step, and keep its metrics for the next log line."""
         timing, memory = self.clock.metrics(), peak_memory(self.policy.device)
         seconds = {f"{phase}_s": self.clock.seconds[phase] for phase in ("generate", "train")}
         self.state.elapsed += timing["step_time"]
@@ -285,7 +301,7 @@ class Trainer(TrlApi):
         line = {"step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed, **metrics,
                 **self.measured(before, groups, timing), **memory, **self.peaks.metrics(),
                 **self.ranks.metrics(timing["step_time"], seconds | memory)}
-        self.log_line(self.journal.write(before, line, groups if self.samples else []))
+        self.journal.write(line, groups if self.samples else [])
 
     def log_line(self, line: dict[str, Any] | None) -> None:
         if line is None:

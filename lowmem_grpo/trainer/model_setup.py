@@ -3,6 +3,7 @@
 import copy
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,10 +101,13 @@ class Brought:
         config, factors = plain_lora(model)
         base: Any = model.get_base_model()
         check_base(base)
+        modes = {path: module.training for path, module in base.named_modules()}
         model.unload()
         # The parameters stay the same objects, unless they have 16 bits, so the caller's model and optimizer use them.
         adapted = with_values_to_come(self.wrapped(base), copy.deepcopy(config), self.checkpointing)
         put_factors(base, factors)
+        for path, module in base.named_modules():
+            module.training = modes.get(path, module.training)
         return adapted
 
     def loaded(self) -> BareModel:
@@ -139,6 +143,7 @@ class Brought:
         """Freeze a plain transformers model and wrap it as our loader does."""
         use_card(str(model.device))
         name = str(model.config._name_or_path)
+        name = str(Path(name).absolute()) if Path(name).is_dir() else name
         tokenizer = self.tokenizer or AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         keep_layout(model)
         if is_quantized(model):

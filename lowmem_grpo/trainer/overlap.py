@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -19,7 +19,7 @@ from lowmem_grpo.memory.offload.embedding import on_host
 from lowmem_grpo.memory.oom import free
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.packing import pack
-from lowmem_grpo.models.policy import Policy, set_mode
+from lowmem_grpo.models.policy import Policy, in_mode
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.scoring import Scoring
@@ -76,12 +76,15 @@ class OverlappedTraining:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Run the engine's sampling in this context. On exit wait for the worker; on an error drop the gradient."""
-        try:
-            yield
-        except BaseException:
-            self.drop()
-            raise
-        self.join_worker()
+        checkpointing = self.worker is not None and self.policy.base.is_gradient_checkpointing
+        # checkpointing needs train mode, and beside a worker, the engine is vLLM, which ignores the mode
+        with in_mode(self.policy.model, True) if checkpointing else nullcontext():
+            try:
+                yield
+            except BaseException:
+                self.drop()
+                raise
+            self.join_worker()
 
     def join_worker(self) -> None:
         """Wait for the worker's current micro-batch, and take back the micro-batches that it has not begun."""
@@ -141,19 +144,13 @@ class OverlappedTraining:
             self.clock.moved_to_train(time.perf_counter() - began)
 
     def train(self, batch: MicroBatch) -> None:
-        """Add the gradient of a micro-batch with the model in train mode; then restore the model's mode."""
-        training = self.policy.model.training
-        set_mode(self.policy.model, True)
-        try:
+        """Add the gradient of a micro-batch with the model in train mode."""
+        with in_mode(self.policy.model, True):
             self.add(batch)
-        finally:
-            set_mode(self.policy.model, training)
 
     def train_beside(self, batch: MicroBatch) -> None:
         """Add the gradient of a micro-batch in the worker thread, on a GPU in a separate CUDA stream."""
         began = time.perf_counter()
-        if self.policy.base.is_gradient_checkpointing:
-            set_mode(self.policy.model, True)  # checkpointing needs train mode, and the engine, vLLM, ignores the mode
         if self.stream is None:
             self.add(batch)
         else:

@@ -11,10 +11,10 @@ import torch
 from lowmem_grpo.config.grpo import TRLS_SHARE, GRPOConfig
 from lowmem_grpo.config.sampling import longest_prompt
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.data.stream import Stream
 from lowmem_grpo.engines.base import Engine, check_own_engine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.objective import Objective
+from lowmem_grpo.losses.off_policy import k3_bound
 from lowmem_grpo.memory.cards import AUTO
 from lowmem_grpo.memory.offload.activations import drop_nothing, enable_checkpointing
 from lowmem_grpo.memory.oom import RunMemory
@@ -106,14 +106,14 @@ def make_parts(
 ) -> TrainerParts:
     """Return the parts that every trainer has; `peaks` measures the memory of each phase."""
     policy, processes = trained.policy, trained.ranks
-    rows = None if isinstance(source.dataset, Stream) else len(source.dataset)
+    rows = source.count_rows(read=args.max_steps < 1)
     state = TrainerState(
         max_steps=args.total_steps(rows), logging_steps=args.logging_steps, eval_steps=args.eval_steps,
         save_steps=args.save_steps, train_batch_size=args.per_device_train_batch_size,
         num_train_epochs=args.epochs_of(rows))
     if not processes.leads:  # the leading rank sets neither attribute, because its state is saved for all ranks
         state.is_world_process_zero, state.is_local_process_zero = False, not processes.place.local
-    run_dir = Path(args.output_dir)
+    run_dir = Path(args.output_dir).absolute()  # a reward or a notebook may change the working directory
     records = RunRecords(run_dir) if processes.leads else NoRecords(run_dir)
     optimizer, scheduler = own_or_made(optimizers, policy.trainable, args, state.max_steps)
     fp16 = torch.float16 in (policy.autocast_dtype, policy.head.weight.dtype)
@@ -147,10 +147,11 @@ def make_policy_parts(
                                 reward_models)
     objective = objective_class(config, exact=not policy.drops)
     parts = make_parts(trained, config, source, objective, memory, peaks, optimizers)
+    objective.mismatch.bound = k3_bound(policy.autocast_dtype or policy.head.weight.dtype)
     parity = ParityGate(policy, config.sampling(None), config.parity_steps, config.parity_bound, state=parts.state,
                         stride=config.steps_per_rollout, memory=memory.train, mismatch=objective.mismatch,
                         clock=parts.clock, cache_dtype=getattr(engine, "cache_dtype", AUTO),
-                        correction=config.vllm_importance_sampling_correction)
+                        correction=config.vllm_importance_sampling_correction, engine=engine.name)
     warn_of_settings(config)
     return PolicyParts(**vars(parts) | {
         "alarms": Alarms(parts.state, config.nothing_to_learn_steps), "parity": parity,

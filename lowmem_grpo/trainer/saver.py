@@ -35,7 +35,7 @@ class Saver:
         self.learner, self.source, self.state, self.memory = parts.learner, parts.source, parts.state, parts.memory
         self.settings = self.config.to_dict()  # the run's settings; a single step may change some
         self.replay, self.reward_names = ReplayBuffer(0) if replay is None else replay, reward_names
-        self.random, self.saved = RandomStates(parts.policy.device), 0  # the step of the last checkpoint
+        self.random, self.saved = RandomStates(parts.policy.device), -1  # the step of the last checkpoint
         self.mark()
         states = self.learner.optimizer.state_dict(), self.learner.scheduler.state_dict()
         self.first = deepcopy((self.snapshot(), *states))
@@ -111,7 +111,7 @@ class Saver:
         self.learner.optimizer.load_state_dict(optimizer)
         self.learner.scheduler.load_state_dict(scheduler)
         self.restore(first)
-        self.state.log_history = []
+        self.state.log_history, self.saved = [], -1
 
     def resume(self, wanted: bool | str) -> Path | None:
         """Restore the checkpoint in the folder `wanted`; if `wanted` is True, the newest good one (broken ones are

@@ -26,9 +26,11 @@ from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
 from lowmem_grpo.data.shapes import Shapes, tokenised
 from lowmem_grpo.data.stream import source_of
 from lowmem_grpo.losses.objective import Objective, StepTotals
+from lowmem_grpo.models.policy import evaluating
 from lowmem_grpo.rollout.assessment import OF_LOSS, evaluation_sets
 from lowmem_grpo.runs.views.live import SFTView
 from lowmem_grpo.trainer.loop import Trainer
+from lowmem_grpo.trainer.optim import make_scheduler
 from lowmem_grpo.trainer.parts import bring_model, make_parts
 from lowmem_grpo.trainer.run_memory import plan_memory
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
@@ -112,8 +114,11 @@ class SFTTrainer(Trainer):
         self.predictions = Predictions(compute_metrics, preprocess_logits_for_metrics) if compute_metrics else None
         self.shapes = Shapes(config, trained.tokenizer, longest, ends, formatting_func)
         rows, self.encoder = self.shapes.read(train_dataset)
-        source = source_of(rows, self.encoder, config.order_seed, config.shuffle_dataset)
+        source = source_of(rows, self.encoder, config.order_seed, config.shuffle_dataset, whole=1,
+                           micro_batch=config.per_device_train_batch_size,
+                           horizon=max(0, config.max_steps * config.batch_size))
         memory, peaks = plan_memory(trained.model, config, trained.policy, longest, "max_length", trained.ranks)
+        self.own_schedule = not optimizers or optimizers[1] is None
         super().__init__(make_parts(trained, config, source, SFTObjective(config.loss_type), memory, peaks, optimizers),
                          callbacks, eval_dataset)
 
@@ -145,8 +150,19 @@ class SFTTrainer(Trainer):
             encoder.inner = wrap(encoder.inner)
         else:
             self.source.encoder = wrap(encoder)
+        self.source.unusable.clear()
         self.eval_sets = evaluation_sets(self.given_eval_rows, self.args, self.evaluation_rows)
         self.shown.clear()
+        self.count_again()
+
+    def count_again(self) -> None:
+        """Count the steps of epochs again, since other rows may be usable now, and make the schedule for them."""
+        before, self.state.max_steps = self.state.max_steps, self.args.total_steps(
+            self.source.count_rows(read=self.args.max_steps < 1))
+        if before != self.state.max_steps and self.own_schedule:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"]
+            self.learner.scheduler = make_scheduler(self.optimizer, self.args, self.state.max_steps)
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> list[RolloutGroup]:
         """Return every usable row of an evaluation dataset as a group; DataError if there is none."""
@@ -163,12 +179,11 @@ class SFTTrainer(Trainer):
 
     def next_groups(self) -> list[RolloutGroup]:
         """Return the rows of the next optimizer step, each as a prompt with one completion."""
-        return as_groups(self.source.take(self.args.batch_size), self.state.policy_version)
+        return as_groups(self.source.next_batch(self.args.batch_size), self.state.policy_version)
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
         metrics = super().update(groups, at_most)
         completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
-        self.state.epoch = self.source.epoch
         self.state.num_tokens += completions + sum(len(group.prompt_ids) for group in groups)
         return {name: metrics[name] for name in MEASURED if name in metrics} | {"completions/tokens": completions}
 
@@ -216,10 +231,8 @@ class Predictions:
     def metrics(self, model: Any, groups: Iterable[RolloutGroup]) -> dict[str, float]:
         """Return the user's metrics of the model's predictions for N rows, under names without "eval_". Predictions are
         (N, T, ...) and labels (N, T), not shifted, with -100 where nothing is trained."""
-        training = model.training
         both: Any = None  # predictions and labels
-        model.eval()
-        try:
+        with evaluating(model):
             for group, rollout in ((each, rollout) for each in groups for rollout in each.rollouts):
                 ids, trained = rollout.completion_ids, rollout.trained or [True] * len(rollout.completion_ids)
                 labels = [token if counts else UNTRAINED for token, counts in zip(ids, trained, strict=True)]
@@ -227,8 +240,6 @@ class Predictions:
                 tokens = torch.tensor([[*group.prompt_ids, *ids]], device=model.device)
                 own = self.predicted(model, tokens, row), row.cpu().numpy()
                 both = own if both is None else nested_concat(both, own, UNTRAINED)
-        finally:
-            model.train(training)
         metrics = numbers_of(self.compute(EvalPrediction(*both)))
         return {name.removeprefix("eval_"): value for name, value in metrics.items()}
 

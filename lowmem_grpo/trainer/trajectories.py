@@ -89,10 +89,12 @@ class TrajectoryTrainer(Trainer):
             kept = self.ranks.first("the checkpoints", lambda: bool(list_checkpoints(self.run_dir)))
             goes_on = kept if resume is None else resume
             with running(self, goes_on):
+                self.notify("on_epoch_begin")
                 if not goes_on:
                     self.save_state()
                 self.ended = time.perf_counter()
                 yield
+                self.notify("on_epoch_end")
 
     def step(
         self, groups: list[RolloutGroup], metrics: Mapping[str, float] | None = None, **changes: Any
@@ -176,7 +178,7 @@ def pay(rollout: Rollout) -> None:
 class NoPrompts:
     """The prompt source of a run whose groups the caller samples. It has no prompts."""
 
-    epoch, dataset, skipped = 0.0, (), MappingProxyType[str, int]({})
+    epoch, last, round, whole, dataset, skipped = 0.0, 0.0, 0, None, (), MappingProxyType[str, int]({})
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -186,6 +188,9 @@ class NoPrompts:
 
     def end_epoch(self) -> None:
         """Do nothing: groups that the caller passes have no epochs."""
+
+    def count_rows(self, read: bool = False) -> int:
+        return 0
 
 
 class StepSettings:

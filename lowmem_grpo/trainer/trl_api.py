@@ -214,14 +214,13 @@ class TrlApi:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the adapter and the tokenizer to a folder, by default output_dir."""
-        self.model.save_pretrained(str(output_dir or self.args.output_dir))
+        self.model.save_pretrained(str(output_dir or self.run_dir))
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None,
                           tags: Any = None, **_: Any) -> None:
         """Write README.md into output_dir: what was trained, on what, and for how long."""
         listed = "".join(f"- {tag}\n" for tag in ([tags] if isinstance(tags, str) else tags or []))
         name = model_name or self.run_dir.resolve().name
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         replace_text(self.run_dir / "README.md", (
             f"---\nbase_model: {self.model.loaded.name}\nlibrary_name: peft\ntags:\n- lowmem-grpo\n- lora\n{listed}"
             f"---\n\n# {name}\n\nA LoRA adapter of {self.model.loaded.name}, trained with lowmem-grpo for "
@@ -268,7 +267,6 @@ class TrlApi:
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write metrics to output_dir/SPLIT_results.json, and add them to all_results.json if `combined`."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         path = self.run_dir / "all_results.json"
         known = json.loads(path.read_text("utf-8")) if combined and path.is_file() else {}
         for name, content in ((f"{split}_results.json", metrics), (path.name, known | metrics))[: 1 + combined]:

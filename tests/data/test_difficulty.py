@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_tokenizers import CharTokenizer, rows
 
-from lowmem_grpo.data.prompts import LONGEST_REST, DifficultyPools, PromptEncoder, PromptSource
+from lowmem_grpo.data.difficulty import LONGEST_REST, DifficultyPools
+from lowmem_grpo.data.prompts import PromptEncoder, PromptSource
 
 MIXED, SOLVED, FAILED = [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]
 

@@ -19,7 +19,7 @@ from trl.data_utils import apply_chat_template
 from lowmem_grpo.data.examples import Example, ExampleEncoder
 from lowmem_grpo.data.prompt_inputs import encode, plain_message
 from lowmem_grpo.data.prompts import PromptEncoder
-from lowmem_grpo.data.texts import TextEncoder
+from lowmem_grpo.data.texts import ConversationEncoder, TextEncoder
 from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, RendererError
 from lowmem_grpo.rollout.rollout_func import RolloutFunction
 from lowmem_grpo.server.openai.request import plain
@@ -135,6 +135,71 @@ def test_a_history_of_calls_is_what_transformers_writes_of_objects_and_empty_tex
     assert encode(tokenizer, called({"city": "Rome"}))[0] == wanted
     if template in ("qwen3_5_think", "lfm2_v2", "glm4moe"):  # which refuse arguments that are JSON in a text
         assert encode(tokenizer, called('{"city": "Rome"}'))[0] == wanted
+
+
+DUMPS = "{{ c.function.arguments | tojson }}"
+PRINTS = "{{ c.function.arguments }}"
+CALLS = ("{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+         "<{{ c.function.name }} WRITE>{% endfor %}{% endfor %}")
+VALUES = [  # what a message has, and the object and the text that are meant
+    ('{"city": "Rome"}', {"city": "Rome"}, '{"city": "Rome"}'),
+    ({"city": "Rome"}, {"city": "Rome"}, '{"city": "Rome"}'),
+    ('{"b":1.0,"a":"Z\\u00fcrich"}', {"b": 1.0, "a": "Zürich"}, '{"b":1.0,"a":"Z\\u00fcrich"}'),
+    ('{"a": "{\\"b\\": 1}", "n": null}', {"a": '{"b": 1}', "n": None}, '{"a": "{\\"b\\": 1}", "n": null}'),
+    ({"a": '{"b": 1}'}, {"a": '{"b": 1}'}, '{"a": "{\\"b\\": 1}"}'), ("", {}, "{}"), (None, {}, "{}"),
+    *((text, text, text) for text in ("[1, 2]", "null", "city=Rome", '"{}"')),
+]
+
+
+@every_row("given, as_object, as_text", VALUES)
+@every_row("door", DOORS_OF_CHATS)
+def test_arguments_are_an_object_or_text_as_the_template_writes_them(
+    door: str, given: Any, as_object: Any, as_text: str
+) -> None:
+    """Plain transformers renders, in the form that its documentation names for such a template."""
+    for write, meant in ((DUMPS, as_object), (PRINTS, as_text)):
+        tokenizer = copy.deepcopy(tokenizer_of("qwen2_5"))
+        tokenizer.chat_template = CALLS.replace("WRITE", write)
+        wanted = tokenizer.apply_chat_template(with_content(called(meant)), tokenize=False)
+        assert tokenizer.decode(DOORS_OF_CHATS[door](tokenizer, called(given))) == wanted
+
+
+def with_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**message, "content": message.get("content") or ""} for message in messages]
+
+
+OF_OBJECTS = ("qwen2_5", "llama3_1", "llama3_2", "gptoss", "qwen3", "qwen3_5_think", "gemma4", "glm4moe", "lfm2_2_5",
+              "nemotron_3_nano")
+
+
+@every_row("name", OF_OBJECTS)
+def test_arguments_as_text_are_trained_and_served_as_the_object_that_they_mean(name: str) -> None:
+    """As vLLM's server and transformers' documentation pass them; our server and fine-tuning render the same."""
+    tokenizer, talk = tokenizer_of(name), called('{"city": "Rome", "days": 2}')
+    answered = [*talk, {"role": "assistant", "content": "Sun."}]
+    plain_talk = with_content(called({"city": "Rome", "days": 2}))
+    wanted = tokenizer.apply_chat_template(plain_talk, tokenize=False, add_generation_prompt=True)
+    assert encode(tokenizer, talk)[0] == wanted
+    assert tokenizer.decode(Renderer(tokenizer).first(plain(talk))) == wanted
+    found = ConversationEncoder(tokenizer, 999, [tokenizer.eos_token_id]).encode({"messages": answered})
+    assert isinstance(found, Example)
+    assert found.text == tokenizer.apply_chat_template([*plain_talk, answered[-1]], tokenize=False)
+
+
+@every_row("name", ["deepseekv3", "deepseek_r1_distill"])
+def test_templates_that_want_text_get_it_from_an_object_too(name: str) -> None:
+    tokenizer, texts = tokenizer_of(name), called('{"city": "Rome"}')
+    wanted = tokenizer.apply_chat_template(texts, tokenize=False, add_generation_prompt=True)
+    assert encode(tokenizer, called({"city": "Rome"}))[0] == wanted == encode(tokenizer, texts)[0]
+
+
+def test_several_calls_in_both_forms_are_each_read() -> None:
+    tokenizer = tokenizer_of("qwen2_5")
+    mixed, objects = called('{"city": "Rome"}'), called({"city": "Rome"})
+    for talk in (mixed, objects):
+        talk[1]["tool_calls"].append({"name": "now", "arguments": {"zone": "UTC"}})
+    wanted = tokenizer.apply_chat_template(with_content(objects), tokenize=False, add_generation_prompt=True)
+    assert encode(tokenizer, mixed)[0] == wanted and '\\"' not in wanted
 
 
 def test_a_history_of_calls_that_a_template_leaves_out_is_refused() -> None:

@@ -1,5 +1,6 @@
 """The same rows are the same to a run, whatever holds them: a list, a Dataset in any format, a DataFrame, a stream."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,47 @@ def test_a_transform_of_the_users_own_and_a_choice_of_columns_stay() -> None:
     held = Dataset.from_list([{"prompt": "a", "answer": 1}])
     assert rows_of(held.with_transform(lambda batch: {"prompt": ["b"]}))[0] == {"prompt": "b"}
     assert rows_of(held.with_format("numpy", columns=["answer"]))[0] == {"answer": 1}
+
+
+def asks(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """A transform whose rows differ at each reading, and whose columns are others than those stored."""
+    draws = [random.random() for _ in batch["image"]]
+    return {"prompt": [f"What is {number} + {draw}?" for number, draw in zip(batch["image"], draws, strict=True)],
+            "draw": draws}
+
+
+def test_rows_that_a_transform_makes_are_trained_and_evaluated_on_as_in_trl(tmp_path: Path) -> None:
+    """TRL's GRPOTrainer reads rows by index, so that its rewards get what the transform made of a row."""
+    seen: list[tuple[Any, Any]] = []
+
+    def reward(prompts: Any, completions: Any, draw: Any, **_: Any) -> list[float]:
+        seen.extend(zip(prompts, draw, strict=True))
+        return [float(len(str(one))) for one in completions]
+
+    held, other = (Dataset.from_list([{"image": number} for number in range(8)]) for _ in range(2))
+    other.set_transform(asks)
+    held = held.with_transform(asks).shuffle(seed=1).select(range(6))
+    trainer = make(tmp_path, reward, held, load(2048), eval_dataset=other, max_steps=1)
+    trainer.train()
+    assert trainer.evaluate()["eval_reward"] > 0 and len(assessment.rows_of(held, 2)) == 2
+    assert len(seen) >= 8 and all(prompt.endswith(f"+ {draw}?") for prompt, draw in seen), "a row is read once"
+
+
+def test_columns_are_those_of_the_first_row_whatever_is_stored(tmp_path: Path) -> None:
+    held = Dataset.from_list([{"prompt": "a", "answer": 1}])
+    for rows in (held.with_transform(lambda batch: {"text": ["b"]}), held.with_format("torch", columns=["answer"])):
+        with pytest.raises(DataError, match=r"no column 'prompt'; its columns are (text|answer)\."):
+            make(tmp_path, rows=rows, model=load(2048))
+
+
+def test_fine_tuning_refuses_a_transform_as_trl_does_and_says_what_to_do(tmp_path: Path) -> None:
+    """TRL 1.16's SFTTrainer: it "can bake a random or stateful transform into the tokenized columns"."""
+    plain = Dataset.from_list([{"text": "ab cd"}])
+    held = plain.with_transform(lambda batch: {"text": [text.upper() for text in batch["text"]]})
+    config = SFTConfig(output_dir=str(tmp_path), max_steps=1, preflight=False)
+    for rows, others in ((held, None), (plain, held), (rows_of(held), None)):
+        with pytest.raises(DataError, match=r"has a transform .*at each reading.*with_format\(None\)\.map"):
+            SFTTrainer(load(), rows, config, eval_dataset=others)
 
 
 def test_empty_columns_of_a_row_stay_and_a_column_that_is_no_message_too() -> None:

@@ -41,6 +41,25 @@ def test_the_same_seed_draws_the_same_tokens(engine: Any, prompts: list[list[int
     assert torch.equal(torch.get_rng_state(), before), "the global random state is left alone"
 
 
+def test_a_requests_seed_is_its_own_whatever_else_is_sampled(engine: Any, prompts: list[list[int]]) -> None:
+    """As vLLM's ParentRequest derives seeds: completion i of n has seed + i; its SamplingParams reads -1 as None."""
+    params, one = SamplingParams(n=3, max_tokens=16, seed=7, ignore_eos=True, temperature=2.0), prompts[0]
+    (alone,) = ids_of(engine.generate([one], params))
+    assert ids_of(engine.generate([prompts[2], one, prompts[1], one], params))[1::2] == [alone, alone]
+    singles = [ids_of(engine.generate([one], replace(params, n=1, seed=7 + index)))[0][0] for index in range(3)]
+    assert singles == alone and len(set(map(tuple, alone))) > 1
+    drawn = [ids_of(engine.generate([one, one], replace(params, seed=-1))) for _ in range(2)]
+    assert drawn[0] != drawn[1] and drawn[0][0] != drawn[0][1], "-1 is random"
+    others = [ids_of(engine.generate([one, one], replace(params, seed=seed))) for seed in (0, -7)]
+    assert others[0] != others[1] and all(first == second for first, second in others)
+
+
+def test_completions_of_training_share_no_random_numbers(engine: Any, prompts: list[list[int]]) -> None:
+    params = SamplingParams(n=3, max_tokens=16, seed=7, ignore_eos=True, temperature=2.0).of_call(4)
+    drawn = ids_of(engine.generate([prompts[0]] * 4, params))
+    assert not any(drawn[0] == other for other in drawn[1:])
+
+
 def test_a_completion_fills_the_context_and_no_more(engine: Any) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
     lengths = [CONTEXT - 1, CONTEXT - 2, CONTEXT - 20, CONTEXT - 21, 4]

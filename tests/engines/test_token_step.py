@@ -142,7 +142,7 @@ ENDINGS = {
 def test_looking_rarely_at_which_rows_are_done_changes_no_token(
     ends: str, rows: int | None, small: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = SamplingParams(n=3, max_tokens=37, seed=20, **ENDINGS[ends])
+    params = SamplingParams(n=3, max_tokens=37, seed=20, part=(0, len(PROMPTS) + 1), **ENDINGS[ends])
     prompts = [*PROMPTS, [7] * (small.max_seq_length - 20)]  # the last one has the smallest budget
     other = plain(small)
     expected = other.generate(prompts, params)

@@ -49,7 +49,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
      "'token_truncate', or 'geometric_mask'"),
     ({"loss_type": "grpo", "importance_sampling_level": "sequence", MODE: "token_mask"},
      "importance_sampling_level 'sequence' has one ratio"),
-    ({MODE: "geometric_mask"}, f"'geometric_mask' needs {MIN} and _clip_max, such as 0.99 and 1.01"),
+    ({MODE: "geometric_mask"}, f"'geometric_mask' needs {MIN} and _clip_max, such as 0.95 and 1.05"),
     ({MODE: "geometric_mask", MIN: 0.99, MAX: None}, f"'geometric_mask' needs {MIN} and _clip_max"),
     ({"beta": math.nan}, "beta is nan"), ({"entropy_coef": -0.1}, "entropy_coef is -0.1; it must be 0 or above"),
     ({"epsilon": math.inf}, "epsilon is inf; it must be 0 or above"),
@@ -58,7 +58,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({MAX: math.nan}, "clip_max is nan; it must be above 0, or None"),
     ({MIN: 0.0}, "clip_min is 0.0; it must be above 0, or None"),
     ({MODE: "k3_mask", MAX: 0.01, MIN: 0.001}, "'k3_mask' has no lower bound"),
-    ({MODE: "k3_mask"}, f"'k3_mask' bounds a mean k3: {MAX} is 2.0; 0.001 to 0.01 is usual"),
+    ({MODE: "k3_mask"}, f"'k3_mask' bounds a mean k3: {MAX} is 2.0; 0.01 is usual"),
 ]
 ACCEPTED: list[dict[str, Any]] = [
     {"loss_type": "gspo_token", "top_entropy_quantile": 0.2}, {"loss_type": "gspo_token", MODE: "token_mask"},

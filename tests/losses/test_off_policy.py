@@ -17,6 +17,7 @@ from lowmem_grpo.losses.off_policy import (
     CORRECTIONS,
     MismatchWatch,
     correction_weights,
+    k3_bound,
     mean_k3,
     off_policy_sequence_mask,
 )
@@ -255,3 +256,19 @@ def test_a_correction_is_due_with_staleness_or_mismatch_and_only_then() -> None:
                            (0.01, 0.01, False), (0.01, 0.02, True), *((1e-3, one, True) for one in broken)):
         watch = MismatchWatch(bound=bound, last_k3=k3)
         assert watch.due(stale=False) is due and watch.due(stale=True)
+
+
+@pytest.mark.parametrize(("dtype", "healthy", "wrong"), [
+    (torch.bfloat16, (0.00095, 0.0023, 0.0013), 0.006), (torch.float16, (0.00002, 0.0001), 0.002),
+    (torch.float32, (0.0, 1e-9), 0.002),
+], ids=str)
+def test_the_k3_of_a_healthy_run_calls_for_no_correction_and_values_near_the_bound_do_not_switch_it(
+    dtype: torch.dtype, healthy: tuple[float, ...], wrong: float
+) -> None:
+    """The healthy values were measured on a published model."""
+    watch, bound = MismatchWatch(k3_bound(dtype)), k3_bound(dtype)
+    seen = []
+    for k3 in (*healthy, wrong, 0.9 * bound, 1.1 * bound, 0.6 * bound, 0.5 * bound, 0.9 * bound, math.nan):
+        watch.last_k3 = k3
+        seen.append(watch.due(stale=False))
+    assert seen == [*[False] * len(healthy), True, True, True, True, False, False, True]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import load_model, with_adapter
+from small_models import load_model, noisy_model, scatter, with_adapter
 
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.config.sampling import SamplingParams
@@ -197,3 +197,104 @@ def test_a_token_that_was_dropped_or_doubled_between_two_turns_is_found(
     mean = gate(tiny_policy, parity_bound=100.0).check([wrong])["sampling/parity/mean"]
     with pytest.raises(ParityError, match=r"tokens of later turns .* The first turns agree"):
         gate(tiny_policy, parity_bound=mean * 1.01).check([wrong])
+
+
+# A model that 16 bits change as much as a published one. What is right comes from plain transformers
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
+def noisy(request: pytest.FixtureRequest, tokenizer: Any) -> tuple[Policy, list[RolloutGroup]]:
+    """A policy with an adapter that matters, and two groups of eight healthy completions."""
+    policy = Policy(scatter(with_adapter(noisy_model(request.param)), 0.2))
+    return policy, drawn(policy, tokenizer, seed=0)
+
+
+def drawn(policy: Policy, tokenizer: Any, seed: int) -> list[RolloutGroup]:
+    prompts, params = [[5, 6, 7, 30, 9], [8, 9]], SamplingParams(n=8, max_tokens=20, seed=seed, ignore_eos=True)
+    found = TransformersEngine(policy, tokenizer, 128).generate(prompts, params)
+    return [RolloutGroup({}, *pair) for pair in zip(prompts, found, strict=True)]
+
+
+def test_healthy_samples_of_a_noisy_model_never_stop_a_run_and_the_rounding_is_told_once(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = Policy(with_adapter(noisy_model()))
+    watcher, before = gate(policy, parity_steps=1), torch.get_rng_state()
+    found = [watcher.check(drawn(policy, tokenizer, seed)) for seed in range(8)]
+    assert sum(one["sampling/parity/mean"] > 0.02 for one in found) >= 4  # the bound of bfloat16
+    (told,) = [text for text in caplog.messages if "differ from the trainer's" in text]
+    assert "That is rounding: on this model in bfloat16" in told and "Try" not in told
+    assert all(one["sampling/parity/rounding"] > one["sampling/parity/mean"] / 1.75 for one in found
+               if "sampling/parity/rounding" in one)
+    assert torch.equal(before, torch.get_rng_state())
+    assert gate(policy).check(drawn(policy, tokenizer, 3)) == found[3]  # as after a resume
+    with pytest.raises(ParityError, match=r"allowed is 0\.001 \(parity_bound\)"):
+        gate(policy, parity_bound=0.001).check(drawn(policy, tokenizer, 3))
+
+
+def sampled_wrongly(policy: Policy, group: RolloutGroup, fault: str) -> None:
+    """Give a group the log-probabilities that plain transformers computes with a fault."""
+    plain, prompt, temperature = noisy_model(policy.head.weight.dtype), list(group.prompt_ids), 1.0
+    if fault != "no adapter":
+        plain = scatter(with_adapter(plain), 0.2, seed=2 if fault == "another adapter" else 1)
+    if fault == "padding is seen":
+        prompt = [0, 0, *prompt]
+    if fault == "a token of the template is dropped":
+        del prompt[-1]
+    if fault == "merged, and rounded to 8 bits":
+        plain = rounded(plain.merge_and_unload())
+    if fault == "another temperature":
+        temperature = 0.7
+    ids = torch.tensor([prompt + one.completion_ids for one in group.rollouts])
+    places = torch.arange(ids.shape[1])
+    if fault == "a position is skipped":
+        places = places + (places >= len(prompt))
+    if fault == "positions begin anew":
+        places = places - len(prompt) * (places >= len(prompt))
+    mask = torch.ones_like(ids)
+    if fault == "the prompt is masked":
+        mask[:, : len(prompt) - 1] = 0
+    with torch.no_grad():
+        logits = plain(input_ids=ids, position_ids=places.expand_as(ids), attention_mask=mask).logits.float()
+    found = (logits / temperature).log_softmax(-1)[:, len(prompt) - 1 : -1].gather(-1, ids[:, len(prompt) :, None])
+    for one, values in zip(group.rollouts, found[..., 0].tolist(), strict=True):
+        one.rollout_logprobs = values
+
+
+def rounded(model: Any) -> Any:
+    """The model with weights that were rounded to 8 bits: e4m3, without a scale."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "proj" in name:
+                weight.copy_(weight.to(torch.float8_e4m3fn).to(weight.dtype))
+    return model
+
+
+@pytest.mark.parametrize("fault", [
+    "padding is seen", "the prompt is masked", "a position is skipped", "positions begin anew", "no adapter",
+    "another adapter", "a token of the template is dropped", "another temperature", "merged, and rounded to 8 bits",
+])
+def test_a_wrong_sampler_stops_the_run_although_the_model_is_noisy(
+    noisy: tuple[Policy, list[RolloutGroup]], fault: str
+) -> None:
+    policy, groups = noisy[0], deepcopy(noisy[1])
+    assert gate(policy).check(groups)
+    for group in groups:
+        sampled_wrongly(policy, group, "none")
+    assert gate(policy).check(groups)  # plain transformers without a fault passes
+    for group in groups:
+        sampled_wrongly(policy, group, fault)
+    with pytest.raises(ParityError, match="Likely causes"):
+        gate(policy).check(groups)
+
+
+@pytest.mark.parametrize(("engine", "dtype", "said", "unsaid"), [
+    ("transformers", torch.bfloat16, "rotary embedding", "Try"),
+    ("vllm", torch.float16, 'Try fast_inference="transformers"', "nothing"),
+    ("vllm", torch.bfloat16, 'Try fast_inference="transformers"', "dtype="),
+    ("vllm", torch.float16, "try dtype=torch.bfloat16", "nothing"),
+])
+def test_the_error_never_advises_what_is_set(engine: str, dtype: torch.dtype, said: str, unsaid: str) -> None:
+    policy = Policy(with_adapter(load_model("shallow").to(dtype)))
+    causes = ParityGate(policy, SamplingParams(), 1, None, state=TrainerState(), engine=engine).causes
+    assert said in causes and unsaid not in causes

@@ -66,7 +66,8 @@ def test_a_sample_in_the_terminal_says_who_said_what_and_how_it_ended(
 ) -> None:
     journal = Journal(TrainerState(global_step=1, max_steps=1), RunRecords(tmp_path), GRPOConfig(log_completions=True))
     with caplog.at_level(logging.WARNING):
-        journal.write(0, {"step": 1}, [RolloutGroup({"prompt": ASKED}, [1], [tool_use(reward=0.0), game(reward=1.0)])])
+        journal.write({"step": 1}, [RolloutGroup({"prompt": ASKED}, [1], [tool_use(reward=0.0), game(reward=1.0)])])
+        journal.flush()
     assert caplog.messages == [
         "step 1\nWhat is 6 times 7?\n--- episode, reward 1.0, ended by done\n[1. assistant, reward 0]\n50\n"
         "[user]\nLower.\n[2. assistant, reward 1]\n25\n[user]\nRight!"]

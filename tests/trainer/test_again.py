@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import trainer_runs
 from programs import owner_of
 from safetensors.torch import load_file
+from small_models import shallow
 from trainer_runs import make_dropping as make
 
+from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.rewards.calling.scorer import RewardError
 from lowmem_grpo.runs import lock
 from lowmem_grpo.runs.records import RecordError
-from lowmem_grpo.runs.saved_adapter import list_checkpoints
+from lowmem_grpo.runs.saved_adapter import base_of_adapter, list_checkpoints
 from lowmem_grpo.runs.state import Interrupt
 from tests.attacks.small_run import StopAt, digit_sum, records
 
@@ -156,6 +160,39 @@ def test_without_locks_of_the_file_system_the_file_says_whether_the_owner_lives(
     else:
         with lock.owned(tmp_path):
             assert json.loads((tmp_path / lock.FILE).read_text())["pid"] == os.getpid()
+
+
+def wandering(completions: list[Any], **kwargs: Any) -> list[float]:
+    """A reward that goes to another folder, as one that runs a build or a test does."""
+    os.chdir("..")
+    return trainer_runs.digit_sum(completions)
+
+
+def test_relative_paths_mean_the_folder_in_which_the_trainer_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`args.output_dir` stays as it was given, as in transformers; every file lies where it pointed at the start."""
+    home = tmp_path / "a" / "b" / "c" / "d"
+    home.mkdir(parents=True)
+    shutil.copytree(shallow(), home / "model")
+    monkeypatch.chdir(home)
+    model = FastLanguageModel.get_peft_model(FastLanguageModel.from_pretrained("model", load_in_4bit=False)[0], r=4)
+    model.save_lora("lora")
+    request = model.load_lora("lora")
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "report_to": "tensorboard"}
+    trainer = trainer_runs.make(Path("out"), wandering, model=model, **settings)
+    os.chdir(tmp_path)  # a notebook's cell between the two
+    assert trainer.train().finished and trainer.args.output_dir == "out"
+    trainer.save_model()
+    trainer.create_model_card()
+    trainer.model.fast_generate(["1 + 1"], SamplingParams(max_tokens=1), lora_request=request)
+    names = {path.name for path in (home / "out").iterdir()}
+    assert {"checkpoint-1", "checkpoint-2", "adapter", "adapter_model.safetensors", "README.md", "summary.json",
+            "report.html", "tensorboard", "metrics.jsonl", "completions.jsonl"} <= names
+    assert json.loads((home / "out" / "summary.json").read_text())["config"]["output_dir"] == "out"
+    for folder in (home / "out" / "adapter", home / "out" / "checkpoint-2"):
+        assert base_of_adapter(folder).model == str(home / "model")
+    assert [path.name for path in tmp_path.rglob("out")] == ["out"] and not Path("out").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_refused_in_words(tmp_path: Path) -> None:

@@ -163,9 +163,9 @@ def test_epochs_say_when_to_evaluate_and_to_save(tmp_path: Path) -> None:
                        eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
                        metric_for_best_model="loss")
     trainer = SFTTrainer(load(), TEXTS, config, eval_dataset=TEXTS[:2])
-    trainer.train()  # 6 rows: epochs end within steps 2 and 3
-    assert [line["step"] for line in trainer.state.log_history if "eval_loss" in line] == [2, 3]
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-3"]
+    trainer.train()  # 6 rows: an epoch has a batch of 4 and one of 2
+    assert [line["step"] for line in trainer.state.log_history if "eval_loss" in line] == [2, 4]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_accuracy_is_the_share_of_trained_tokens_that_the_model_finds_likeliest(tmp_path: Path) -> None:

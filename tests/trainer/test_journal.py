@@ -18,7 +18,7 @@ from trainer_runs import ENDS
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.rewards.checking.diagnosis import about_rewards
 from lowmem_grpo.runs.records import RunRecords
-from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.runs.state import TrainerControl, TrainerState
 from lowmem_grpo.runs.views.terminal import CurrentStderr
 from lowmem_grpo.trainer.lifecycle import FirstSteps, Journal
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -116,16 +116,18 @@ def test_so_many_completions_are_printed_as_the_settings_say(
     journal = Journal(TrainerState(global_step=1, max_steps=1), RunRecords(tmp_path),
                       GRPOConfig(log_completions=True, **settings))
     with caplog.at_level(logging.WARNING):
-        journal.write(0, {"step": 1}, groups())
+        journal.write({"step": 1}, groups())
+        journal.flush()
     assert [message.rpartition("\n")[2] for message in caplog.messages] == printed
 
 
 @pytest.mark.parametrize(("first", "logged"), [(False, [3, 6, 7]), (True, [1, 3, 6, 7])])
-def test_the_first_step_is_logged_where_it_is_asked_for(first: bool, logged: list[int], tmp_path: Path) -> None:
-    state = TrainerState(max_steps=7)
-    journal = Journal(state, RunRecords(tmp_path), GRPOConfig(logging_steps=3, logging_first_step=first))
-    lines = []
-    for step in range(1, 8):
-        state.global_step = step
-        lines.append(journal.write(step - 1, {"step": step}, []))
-    assert [line["step"] for line in lines if line is not None] == logged
+def test_the_first_step_is_logged_where_it_is_asked_for(first: bool, logged: list[int]) -> None:
+    state, control = TrainerState(max_steps=7), TrainerControl()
+    asked = []
+    for state.global_step in range(1, 8):
+        control.should_log = False
+        control.follow("on_step_end", GRPOConfig(logging_steps=3, logging_first_step=first), state,
+                       state.global_step - 1)
+        asked += [state.global_step] * control.should_log
+    assert asked == logged

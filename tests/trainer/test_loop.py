@@ -85,8 +85,8 @@ def test_metrics_have_trls_names_and_shares_of_time_add_up(finished: Any) -> Non
 
 def test_the_evaluation_and_the_summary_of_a_run_are_recorded(finished: Any) -> None:
     trainer, _, _ = finished
-    (evaluated,) = [line for line in read_lines(trainer.run_dir / "metrics.jsonl") if "eval_reward" in line]
-    assert evaluated["step"] == 2 and evaluated["eval_reward"] >= 0
+    evaluated, last = [line for line in read_lines(trainer.run_dir / "metrics.jsonl") if "eval_reward" in line]
+    assert (evaluated["step"], last["step"]) == (2, 3) and evaluated["eval_reward"] >= 0
     assert {"eval_reward_std", "eval_rewards/digit_sum/mean", "eval_completions/mean_length",
             "eval_completions/clipped_ratio"} <= evaluated.keys()
     summary = json.loads((trainer.run_dir / "summary.json").read_text())
@@ -174,14 +174,12 @@ def test_a_full_disk_leaves_whole_lines_and_the_run_can_be_resumed(
 
 def test_a_callback_written_for_transformers_gets_every_event_and_what_it_reads(finished: Any) -> None:
     _, recorder, _ = finished
-    one = ["on_step_begin", "on_log", "on_step_end"]
-    assert recorder.events == [
-        "on_train_begin", *one, *one, "on_log", "on_evaluate", "on_save", *one, "on_log", "on_train_end", "on_save",
-    ]
+    one, measured = ["on_step_begin", "on_step_end", "on_log"], ["on_log", "on_evaluate", "on_save"]
+    assert recorder.events == ["on_train_begin", *one, *one, *measured, *one, *measured, "on_log", "on_train_end"]
     given = recorder.given["on_step_end"]
     assert given["model"] is not None and given["processing_class"] is not None
     assert given["optimizer"].param_groups and given["lr_scheduler"].get_last_lr()
-    assert recorder.given["on_evaluate"]["metrics"]["step"] == 2 and recorder.given["on_log"]["logs"]["step"] == 3
+    assert recorder.given["on_evaluate"]["metrics"]["step"] == 3 and recorder.given["on_log"]["logs"]["step"] == 3
 
 
 def test_a_callback_can_stop_the_run_and_the_same_trainer_can_go_on(tmp_path: Path) -> None:
@@ -265,7 +263,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_is_not_forgotten(
 
     def signalled(what: str, own: Any) -> list[Any]:
         told = gather(what, own)
-        if what == "what is asked for" and run.state.global_step == 1:
+        if what == "what is asked for" and run.state.global_step == 1 and not run.interrupt.requested:
             run.interrupt.on_signal(signal.SIGINT)
         return told
 

@@ -20,7 +20,8 @@ def trainer_of(tmp_path: Path, rows: Any = None, **options: Any) -> Any:
     text = tokenizer.apply_chat_template(CHAT, tokenize=False)
     return SFTTrainer(
         model=model, tokenizer=tokenizer, train_dataset=rows or [{"text": text}] * 4,
-        args=SFTConfig(output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, learning_rate=1e-3),
+        args=SFTConfig(**{"output_dir": str(tmp_path), "max_steps": 1, "per_device_train_batch_size": 2,
+                          "learning_rate": 1e-3} | options.pop("settings", {})),
         **options,
     )
 
@@ -42,6 +43,17 @@ def test_the_answers_are_trained_and_nothing_else(options: dict[str, Any], wante
     assert train_on_responses_only(trainer, **options) is trainer
     assert trained_text(trainer).split() == wanted
     assert trainer.train().finished
+
+
+def test_the_steps_of_an_epoch_are_counted_without_the_rows_that_have_no_answer(tmp_path: Path) -> None:
+    asked = "<|im_start|>user\nAdd 1 and 2.<|im_end|>\n"
+    rows = [{"text": f"{asked}<|im_start|>assistant\n3<|im_end|>"}] * 3 + [{"text": asked}] * 3
+    trainer = trainer_of(tmp_path, rows, settings={"max_steps": -1, "num_train_epochs": 2, "warmup_steps": 1})
+    assert trainer.state.max_steps == 6
+    assert train_on_responses_only(trainer, **PARTS).state.max_steps == 4  # 3 rows are left, as TRL would have filtered
+    trainer.train()
+    rates = [line["learning_rate"] for line in trainer.state.log_history if "loss" in line]
+    assert rates == pytest.approx([0, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3]) and trainer.state.epoch == 2
 
 
 def test_the_evaluation_counts_the_answers_only(tmp_path: Path) -> None:

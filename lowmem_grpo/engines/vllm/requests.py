@@ -121,10 +121,13 @@ class Prompts(FinishedPrompts):
         super().__init__(len(prompts), on_group, meanwhile)
         self.expected = expected
         params, self.sampling = sampling.params, sampling
-        source = random.Random(params.seed) if params.seed is not None else random.SystemRandom()
+        shared = params.part is not None and params.seed is not None
+        source = random.Random(params.seed) if shared else random.SystemRandom()
         first = 0 if params.part is None else params.part[0]
         # Far apart, because vLLM adds a completion's index to it; with a part, as in the whole call
         seeds = [source.getrandbits(62) for _ in range(first + len(prompts))][first:]
+        if params.seeds is not None:
+            seeds = params.seeds[:1] * len(prompts)
         self.asked = [Request(number, ids, params.max_tokens, seed)
                       for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))]
         self.settings = sampling.settings(self.asked)

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.data.prompt_inputs import forms_of
 from lowmem_grpo.environments.template import FAMILIES
 from lowmem_grpo.environments.tools.arguments import writable
 from lowmem_grpo.environments.tools.bodies import call_of
@@ -90,9 +91,9 @@ class ToolCallTemplate:
 
     def renderings(self) -> Iterator[str]:
         """Yield a rendered turn with a call, for each message form that the template accepts."""
-        for arguments in (CALL.arguments, '{"place": "New York", "days": 3}'):
+        for form in forms_of(self.tokenizer, self.template_kwargs | {"tools": [SCHEMA]}):
             for content in ("", None):
-                called = {"name": CALL.name, "arguments": arguments}
+                called = form({"name": CALL.name, "arguments": CALL.arguments})
                 calls = [{"id": "abcdefghi", "type": "function", "function": called}]  # Mistral wants 9 letters
                 try:
                     yield self.turn({"role": "assistant", "content": content, "tool_calls": calls})

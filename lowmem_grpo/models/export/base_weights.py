@@ -29,10 +29,9 @@ from lowmem_grpo.models.experts import STACKS, ExpertStack
 from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, SCALE, FP8Linear, scale_of
 from lowmem_grpo.models.fp8_layers import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.pretrained import nf4
-from lowmem_grpo.models.stored_model import block_of, indexed_files, quantization_of, text_name
+from lowmem_grpo.models.stored_model import INDEX, SINGLE, block_of, quantization_of, text_name, weight_files
 from lowmem_grpo.runs.adapter_file import PREFIX
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PARTS = ".weight."  # a 4-bit weight has `q_proj.weight.absmax` beside `q_proj.weight`
 STATE = ".quant_state.bitsandbytes__"
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -239,16 +238,15 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Return {tensor: its file}. OSError if the folder lacks safetensors files; pickled weights are never opened."""
-    if (folder / INDEX).is_file():
-        files = indexed_files(folder / INDEX)
-        if missing := sorted({file.name for file in files.values() if not file.is_file()}):
-            raise OSError(f"{folder} is not a whole model: {missing[0]} is missing")
-        return files
-    if not (folder / SINGLE).is_file():
+    files, _ = weight_files(folder)
+    if not files or files[0].suffix != ".safetensors":
         raise OSError(f"{folder} holds no {SINGLE} and no {INDEX}; weights in other formats are not read. Save the "
                       "model again with transformers' save_pretrained")
-    with safe_open(folder / SINGLE, "pt") as file:
-        return dict.fromkeys(file.keys(), folder / SINGLE)
+    places: dict[str, Path] = {}
+    for path in files:  # a later file's tensor replaces an earlier one's, as in transformers
+        with safe_open(path, "pt") as file:
+            places |= dict.fromkeys(file.keys(), path)
+    return places
 
 
 def linears_to_quantize(config: Any, dtype: torch.dtype) -> set[str]:

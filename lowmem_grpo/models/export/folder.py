@@ -1,11 +1,9 @@
 """The folder of an export, which is written under a temporary name and renamed when it is complete."""
 
-import errno
 import glob
 import json
 import os
 import re
-import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,12 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.runs.files import aside_of, errno_of, remove, removed_after, swap_in
+from lowmem_grpo.runs.files import aside_of, explained, free_bytes, remove, removed_after, swap_in
 from lowmem_grpo.runs.lock import boot, is_alive, try_lock
 from lowmem_grpo.utils import size_text
 
 RECORD = "export.json"  # marks a folder as an export; only such a folder is overwritten
-WHILE_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 HERE = re.sub(r"[^\w.-]", "_", socket.gethostname())[:32]
 LEFT = re.compile(r"\.(?:(?P<old>old)|export)-(?:(?P<host>.+)-)?(?P<pid>\d+)")
 
@@ -45,11 +42,11 @@ def new_folder(done: Exported, overwrite: bool, source: Path | None = None) -> I
     """Yield a new folder, which at the end gets the export's record and is renamed to `done.folder` (if that is a link,
     to its target). After an error it is deleted. ExportError if `done.folder` is in use or cannot be written."""
     out = done.folder
-    check_out(out, overwrite, source)
-    final = out.resolve()  # a link cannot be renamed over, and stays
-    temp = final.parent / f".{final.name}.export-{HERE}-{os.getpid()}"
-    remove_left(final)
-    try:
+    with explained(out, ExportError, "--out"):
+        check_out(out, overwrite, source)
+        final = out.resolve()  # a link cannot be renamed over, and stays
+        temp = final.parent / f".{final.name}.export-{HERE}-{os.getpid()}"
+        remove_left(final)
         with removed_after(temp):
             temp.mkdir(parents=True)
             with locked_folder(temp):
@@ -58,21 +55,16 @@ def new_folder(done: Exported, overwrite: bool, source: Path | None = None) -> I
                 record = asdict(done) | {"folder": out.name}
                 (temp / RECORD).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
                 swap_in(temp, final)
-    except Exception as error:  # a full disk, which libraries raise as errors of their own kinds
-        if (number := errno_of(error)) in WHILE_WRITING:
-            whole = "; the earlier export there is whole" if final.exists() else ""
-            raise ExportError(f"{out} was not written: {os.strerror(number)}; make room on its disk, or choose another "
-                              f"--out{whole}") from error
-        if not isinstance(error, OSError) or str(temp) not in str(error.filename):
-            raise
-        raise ExportError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
-    remove(aside_of(final))
+        remove(aside_of(final))
 
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
     """Hold a lock on a folder: without it, an export of this name may be deleted."""
-    held = os.open(folder, os.O_RDONLY)
+    try:
+        held = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # Windows opens no folders
+        held = os.open(os.devnull, os.O_RDONLY)
     try_lock(held)
     try:
         yield
@@ -121,7 +113,7 @@ def check_out(out: Path, overwrite: bool, source: Path | None) -> None:
 
 def check_disk(folder: Path, needed: int) -> None:
     """Raise ExportError if the disk has less than `needed` bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+    free = free_bytes(folder)
+    if free is not None and free < needed:
         raise ExportError(f"the export needs {size_text(needed)} and {size_text(free)} are free in "
                           f"{folder.parent}; make room, or choose an --out on another disk")

@@ -19,7 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lowmem_grpo.models.export.base_weights import INDEX, Weight
+from lowmem_grpo.models.export.base_weights import Weight
+from lowmem_grpo.models.stored_model import INDEX
 from lowmem_grpo.runs.adapter_file import (
     PREFIX,
     SIDES,

@@ -108,9 +108,9 @@ def write_files(merge: Merge, temp: Path, done: Exported) -> None:
     config.save_pretrained(temp)
     generation = copy.deepcopy(merge.generation_config) or GenerationConfig.from_model_config(config)
     generation.eos_token_id = merge.ends[0] if len(merge.ends) == 1 else merge.ends or None
-    for part in (generation, merge.tokenizer):
-        if part is not None:
-            part.save_pretrained(temp)
+    write_generation(generation, temp)
+    if merge.tokenizer is not None:
+        merge.tokenizer.save_pretrained(temp)
     checked = check_merged(temp, tensor_files(temp), merge.weights, merge.pairs)
     tied = {"lm_head.weight"} if getattr(config.get_text_config(), "tie_word_embeddings", False) else set()
     check_loads(temp, {weight.name for weight in merge.weights} | tied)
@@ -121,6 +121,16 @@ def write_files(merge: Merge, temp: Path, done: Exported) -> None:
     done.checks |= {"tensors": checked.tensors, "merged": checked.merged, "worst_rounding": checked.worst_rounding,
                     "rounded_otherwise": checked.rounded_otherwise, "update_kept": checked.kept, "tensor_bytes": total,
                     "dtype": str(merge.dtype).removeprefix("torch.")}
+
+
+def write_generation(generation: GenerationConfig, folder: Path) -> None:
+    """Write generation_config.json. One that transformers reads but refuses to save is written as it stands."""
+    try:
+        generation.save_pretrained(folder)
+    except ValueError as error:
+        logger.warning("the base's generation_config.json is written as it stood, although transformers would not save "
+                       "it: %s", " ".join(str(error).split("\n")[:2]))
+        generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
 def compare(merge: Merge, temp: Path, done: Exported) -> None:

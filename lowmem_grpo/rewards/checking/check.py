@@ -136,7 +136,8 @@ def spread_rows(source: PromptSource) -> list[tuple[int, dict[str, Any]]]:
 def sample(model: "FastGeneration", prompts: list[Prompt], args: GRPOConfig, tokenizer: Any) -> list[RolloutGroup]:
     engine = model.engine(None, tokenizer)
     try:
-        completions = engine.generate([prompt.ids for prompt in prompts], args.draws.for_step(step=0))
+        completions = engine.generate([prompt.ids for prompt in prompts],
+                                      args.draws.for_step(step=0).of_call(len(prompts)))
     finally:
         engine.sleep()
     return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]

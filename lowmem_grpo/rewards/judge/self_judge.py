@@ -59,7 +59,7 @@ class SelfJudge(Judge):
         now.retried += sum(faults[question] is not None for question in asked)
         try:
             outputs = self.generate(list(asked.values()), SamplingParams(
-                temperature=temperature, max_tokens=self.max_tokens, seed=self.seed))
+                temperature=temperature, max_tokens=self.max_tokens, seed=self.seed).of_call(len(asked)))
         except (RuntimeError, ValueError, ArithmeticError) as error:  # too little memory, NaN logits, a dead engine
             now.report("engine", f"the engine could not answer ({type(error).__name__}: {error})",
                        "lower max_seq_length, num_generations or max_completion_length, or judge by URL")

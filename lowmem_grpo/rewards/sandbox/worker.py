@@ -93,8 +93,9 @@ START_SECONDS = 30.0  # for Python to start and give up its rights; no model-wri
 POLL_SECONDS = 0.05  # between checks of the scratch directory
 HANG_UP_SECONDS = 0.5  # between the end of a process's channel and its exit
 REAP_SECONDS = 5.0  # for a launcher to reap its child
-CPU_TIME = (-signal.SIGXCPU, 128 + signal.SIGXCPU)  # the statuses of Popen and of bwrap
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the first process of a namespace does not get SIGXCPU
+XCPU, KILL = getattr(signal, "SIGXCPU", 24), getattr(signal, "SIGKILL", 9)  # Windows lacks them, and can import this
+CPU_TIME = (-XCPU, 128 + XCPU)  # the statuses of Popen and of bwrap
+KILLED = (-KILL, 128 + KILL)  # the first process of a namespace does not get SIGXCPU
 TAIL = 4096  # bytes of standard error that are kept
 NO_MESSAGE = "its answer is not a message"
 

@@ -55,7 +55,7 @@ def ending(status: str, rows: list[Record], summary: Record, missing: list[str])
 def reached(rows: list[Record], summary: Record) -> tuple[int, int | None]:
     """Return the last step, and max_steps if it is known."""
     logged = rows[-1]["step"] if rows else 0
-    asked = (summary.get("config") or {}).get("max_steps")
+    asked = summary.get("max_steps") or (summary.get("config") or {}).get("max_steps")
     return max(logged, summary.get("steps") or 0), asked if isinstance(asked, int) and asked > 0 else None
 
 

@@ -2,7 +2,6 @@
 Model text reaches the page only as JSON, which the page's script inserts as text."""
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lowmem_grpo.runs.accuracy import KINDS
+from lowmem_grpo.runs.files import move
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
 from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.runs.views.chart import LINES, css, how_smoothed
@@ -60,7 +60,7 @@ def write_report(run_dir: Path) -> Path:
     report, partial = run_dir / REPORT, run_dir / f"{REPORT}.partial"
     shown = from_summary(lambda summary: content(snapshot, summary), summary)
     partial.write_text(one_file(shown), encoding="utf-8", errors="replace")
-    os.replace(partial, report)
+    move(partial, report)
     return report
 
 

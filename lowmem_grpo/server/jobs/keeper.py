@@ -7,7 +7,6 @@ ended to FOLDER/ended.json. The keeper locks FOLDER/keeper.lock, and the command
 the kernel releases a lock when its holders exit."""
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lowmem_grpo.runs.files import flush, lock, move
 from lowmem_grpo.utils import time_text
 
 STOP, LOG, ENDED = "stop", "log.txt", "ended.json"
@@ -51,9 +51,8 @@ def run_command(folder: Path, time_limit: float, command: Sequence[str]) -> None
     kill_group(run.pid)  # processes that the run started and left behind
     with open(folder / f"{ENDED}.new", "w", encoding="utf-8") as file:
         json.dump({"code": code, "why": why}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, folder / ENDED)
+    flush(Path(file.name))
+    move(Path(file.name), folder / ENDED)
 
 
 def kill_group(pid: int) -> None:
@@ -91,14 +90,18 @@ def is_held(path: Path) -> bool:
 
 
 def lock_file(path: Path) -> int:
-    """Open and lock the file, and return its descriptor. BlockingIOError if another process holds the lock."""
+    """Open and lock the file, and return its descriptor. BlockingIOError if another process holds the lock, OSError on
+    a file system without locks."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock(file, path):
+            return file
     except BlockingIOError:
         os.close(file)
         raise
-    return file
+    os.close(file)
+    raise OSError(f"{path.parent} is on a file system without locks, by which a server knows what runs: give --folder "
+                  "one on a local disk")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import json
-import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -306,7 +305,7 @@ def params_of(asked: CompletionRequest, prompt: int, place: int, context: int) -
             400, f"This model's maximum context length is {context} tokens. However, your {field} resulted in {prompt} "
             f"tokens. Please reduce the length of the {field}, or load the model with a larger max_seq_length", field,
             "context_length_exceeded")
-    seed = None if asked.seed is None else random.Random(f"{asked.seed}-{place}").getrandbits(62)
+    seed = None if asked.seed in (None, -1) else (asked.seed + place) % 2**64  # as vLLM does
     try:
         return SamplingParams(max_tokens=min(room, asked.bound or room), seed=seed, **asked.sampling)
     except ValueError as error:  # its text begins with the field

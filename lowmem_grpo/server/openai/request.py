@@ -107,12 +107,9 @@ def calls_of(tool_calls: Any, place: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ChatError(400, f"{place}[{at}] is {shown(call)}; it must be {{'id': ..., 'type': 'function', "
                             "'function': {'name': ..., 'arguments': '{...}'}}", f"{place}[{at}]")
-        arguments = function.get("arguments")
-        value = arguments_of(arguments, f"{place}[{at}].function.arguments")
-        if isinstance(arguments, str) and not isinstance(value, dict):
-            value = arguments  # a text that is no JSON object stays as it is
+        arguments = arguments_of(function.get("arguments"), f"{place}[{at}].function.arguments")
         calls.append({"id": str(call.get("id") or ""), "type": "function", "function": {
-            "name": function["name"], "arguments": value}})
+            "name": function["name"], "arguments": arguments}})
     return calls
 
 

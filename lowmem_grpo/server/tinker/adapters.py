@@ -22,8 +22,8 @@ from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import Scope
 from lowmem_grpo.models.packing import Packer, unpack
-from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.runs.files import flush, remove, removed_after
+from lowmem_grpo.models.policy import Policy, in_mode
+from lowmem_grpo.runs.files import flush, move, remove, removed_after
 from lowmem_grpo.server.requests import Body
 from lowmem_grpo.server.tinker.datum import Cells, Datum, Pass
 from lowmem_grpo.trainer.step_accumulator import Gradients
@@ -158,8 +158,7 @@ class Adapters:
         # targets may differ from the next tokens, so they replace them after packing
         groups = [group_of([*datum.ids, int(datum.targets[-1])]) for datum in asked.data]
         datums = {id(group.rollouts[0]): datum for group, datum in zip(groups, asked.data, strict=True)}
-        with self.active(model_id), torch.set_grad_enabled(not asked.forward_only):
-            self.model.train()
+        with self.active(model_id), in_mode(self.model, True), torch.set_grad_enabled(not asked.forward_only):
             before = Gradients(self.policy.trainable)
             logprobs, losses = self.packer.run(
                 "a training micro-batch", groups, self.limits,
@@ -259,7 +258,7 @@ class Adapters:
             for path in (aside / name).iterdir():
                 flush(path)
             remove(folder)
-            (aside / name).rename(folder)
+            move(aside / name, folder)
         flush(folder.parent)
 
     def restore(self, model_id: str, state: dict[str, Tensor]) -> None:

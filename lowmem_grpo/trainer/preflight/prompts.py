@@ -72,13 +72,13 @@ def too_long(subject: Subject) -> Iterator[Finding]:
 
 
 def few_rows(subject: Subject) -> Iterator[Finding]:
-    """Find a dataset with too few rows for one generation batch, so that rows repeat in the batch."""
+    """Find a dataset with too few rows for one generation batch, so that each batch is smaller."""
     needed = subject.args.prompts_per_generation
     whole = len(subject.sample.rows) == subject.sample.total
     rows = len(subject.sample.fitting) if whole else subject.sample.total
     if 0 < rows < needed:
-        yield Finding("warning", "", f"one generation needs {needed} prompts and the dataset has {rows}, so some are "
-                      "repeated within it", "lower per_device_train_batch_size, gradient_accumulation_steps or "
+        yield Finding("warning", "", f"one generation takes {needed} prompts and the dataset has {rows}, so each "
+                      f"has only {rows}", "lower per_device_train_batch_size, gradient_accumulation_steps or "
                       "steps_per_generation, or add rows")
 
 

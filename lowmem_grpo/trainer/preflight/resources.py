@@ -124,7 +124,7 @@ def copies_to_come(subject: Subject) -> int:
         return 1
     left = max(subject.state.max_steps - subject.state.global_step, 0)
     by_epoch = subject.args.save_strategy == "epoch"
-    to_come = math.ceil(subject.args.num_train_epochs if by_epoch else left / subject.args.save_steps)
+    to_come = subject.state.num_train_epochs if by_epoch else math.ceil(left / subject.args.save_steps)
     if subject.args.save_total_limit is None:
         return to_come
     kept = subject.args.save_total_limit + 2 - len(list_checkpoints(subject.run_dir))

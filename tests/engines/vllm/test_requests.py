@@ -71,10 +71,19 @@ def test_greedy_completions_end_and_read_as_with_transformers_engine(
 
 
 def test_no_two_completions_share_their_random_numbers(engine: VLLMEngine, prompts: list[list[int]]) -> None:
-    params = SamplingParams(n=8, max_tokens=24, ignore_eos=True, temperature=2.0)
+    params = SamplingParams(n=8, max_tokens=24, ignore_eos=True, temperature=2.0, part=(0, 2))
     drawn = [completion for seed in (7, 8) for group in
              ids_of(engine.generate([prompts[0], prompts[0]], replace(params, seed=seed))) for completion in group]
     assert len({tuple(completion) for completion in drawn}) == 32
+
+
+def test_a_requests_seed_gives_what_vllms_own_generate_gives(engine: VLLMEngine, prompts: list[list[int]]) -> None:
+    settings = {"n": 3, "max_tokens": 12, "ignore_eos": True, "temperature": 1.5, "seed": 7}
+    found = ids_of(engine.generate([prompts[0], prompts[1], prompts[0]], SamplingParams(**settings)))
+    plain = engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts[:2]],
+                                engine.vllm.SamplingParams(**settings), use_tqdm=False)
+    wanted = [[tuple(completion.token_ids) for completion in output.outputs] for output in plain]
+    assert [[tuple(ids) for ids in group] for group in found] == [wanted[0], wanted[1], wanted[0]]
 
 
 @pytest.mark.parametrize("options", [

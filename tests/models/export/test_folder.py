@@ -69,7 +69,7 @@ def test_a_full_disk_is_named_before_anything_is_written(
     adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 1000})()
-    monkeypatch.setattr("lowmem_grpo.models.export.folder.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     with pytest.raises(ExportError, match=r"needs \d+\.\d MiB and 0\.0 MiB are free"):
         export(adapter, "merged", tmp_path / "out")
     assert names_beside(tmp_path) == []

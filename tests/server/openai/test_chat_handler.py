@@ -88,7 +88,7 @@ def test_choices_have_seeds_of_their_own_and_the_same_ones_again(chat: ChatHandl
         assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
         assert len({choice["turn"] for choice in reply["choices"]}) == 3
     seeds = [request.seed for request in engine(chat).requests]
-    assert seeds[:3] == seeds[3:] and len(set(seeds)) == 3
+    assert seeds == [11, 12, 13] * 2, "as vLLM's server derives them"
 
 
 @every_row("fields, words", [

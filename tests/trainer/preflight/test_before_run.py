@@ -23,10 +23,10 @@ def test_a_healthy_run_prints_two_lines(
                    **ENDS)
     trainer.train()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" ")[0] for line in lines[1:3]] == ["step", "step"] and len(lines) == 5
+    assert [line.partition(" ")[0] for line in lines[1::2]] == ["step", "step"] and len(lines) == 5
     assert lines[0].startswith("preflight: checked 256 of 1,000 rows, ")
-    assert "s a step (sampling " in lines[3] and "to go until step 3" in lines[3]
-    assert "the next checkpoint is due at step 3, in " in lines[3]
+    assert "s a step (sampling " in lines[2] and "to go until step 3" in lines[2]
+    assert "the next checkpoint is due at step 3, in " in lines[2]
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -81,7 +81,7 @@ def test_fine_tuning_is_checked_without_asking_for_rewards(
     assert found(trainer) == []
     trainer.train()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("preflight: checked 12 of 12 rows") and " s a step: " in lines[3] and len(lines) == 5
+    assert lines[0].startswith("preflight: checked 12 of 12 rows") and " s a step: " in lines[2] and len(lines) == 5
     tokenizer.chat_template = None
     with pytest.raises(PreflightError, match="no chat template"):
         SFTTrainer(shared, rows, SFTConfig(**(settings | {"output_dir": str(tmp_path / "none")}))).train()

@@ -213,7 +213,7 @@ SIMPLE: list[tuple[Any, ...]] = [  # what is wrong, check, severity, what is sai
     ("all too long", "prompt lengths", "error",
      r"^no row of the dataset can be used: longer than the 8 tokens that the context of 128 leaves, the longest has "
      r"\d\d tokens\. What to do: load", lambda make: make(max_completion_length=120)),
-    ("one row", "few rows", "warning", r"^one generation needs 2 prompts and the dataset has 1, so ",
+    ("one row", "few rows", "warning", r"^one generation takes 2 prompts and the dataset has 1, so each has only 1\.",
      lambda make: make(ROWS[:1])),
     ("repeated rows", "duplicates", "warning", r"^3 of 15 rows repeat the prompt of another row\. What to do: remove",
      lambda make: make([*ROWS, *ROWS[:3]])),
