@@ -16,7 +16,7 @@ from typing import Any
 from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16
 from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.model_shape import named_config, read_config
-from lowmem_grpo.utils import is_adapter, read_json
+from lowmem_grpo.utils import JsonError, is_adapter, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -115,7 +115,10 @@ def indexed_files(index: Path) -> dict[str, Path]:
     the folder may come from others. A link of the hub's cache leads to the files of the same model."""
     folder = index.parent.resolve()
     inside = folder.parent.parent if folder.parent.name == "snapshots" else folder
-    places = read_json(index.read_bytes())
+    try:
+        places = read_json(index.read_bytes())
+    except JsonError as error:
+        raise ValueError(f"{index}: {error}; download the model again") from None
     names = places.get("weight_map") if isinstance(places, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index} is no index of a model: weight_map must name a file for each tensor")
