@@ -157,8 +157,8 @@ def test_a_disk_that_takes_no_more_ends_an_export_in_one_line_and_the_earlier_on
             export(adapter, kind, tmp_path / "out", ExportSettings(device="cpu"), overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert str(refused.value) == (f"{tmp_path / 'out'} cannot be written: File too large; no file may become that large "
-                                  "here (`ulimit -f`): raise the limit, or choose another --out")
+    assert str(refused.value) == (f"{tmp_path / 'out'} cannot be written: File too large; no file may become that "
+                                  "large here (`ulimit -f`): raise the limit, or choose another --out")
     assert names_beside(tmp_path) == ["out"] and (tmp_path / "out/model.safetensors").read_text() == "mine"
 
 
