@@ -3,24 +3,26 @@
     python -m bench.notebooks FOLDER
 
 FOLDER holds notebooks as their authors publish them. Each runs in a process and a temporary folder of its own.
-`changed` counts what is replaced: install and import lines (`imports`); the `model`, by the one in the package, and
-names of layers that only the replaced one has, by "all-linear"; the `dataset`, by made rows with the same columns; the
-number of `steps`, by two. `device`: without a card, requests for one become requests for the CPU. `login`: there is no
-login to the hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded, under the author's
-name or a placeholder such as <your-model-id>, is read from this machine, with the small model's tokenizer if none was
-uploaded. `length`: the small model has a token for each byte, so `max_length` of SFTConfig and `max_model_len` of
-vLLM's own LLM are four times as long. It knows <think> and </think>, as many of the replaced models do. If a notebook
-stops, the verdict says in which cell (from 0) and why. Other files of FOLDER are copied beside each notebook, in place
-of those that it downloads.
+`changed` counts what is replaced: install and import lines, and assertions about versions (`imports`); the `model`, by
+the one in the package, names of layers that only the replaced one has, by its most similar ones, and the turns of its
+chat template; the `dataset`, by made rows with the same columns; the number of `steps`, by two. `device`: without a
+card, requests for one become requests for the CPU. `login`: there is no login to the hub, to wandb or to trackio,
+nothing is shown or uploaded there, and what was uploaded, under the author's name or a placeholder such as
+<your-model-id>, is read from this machine, with the small model's tokenizer if none was uploaded. `length`: the small
+model has a token for each byte, so `max_length` of SFTConfig and `max_model_len` of vLLM's own LLM are four times as
+long. It knows <think> and </think>, as many of the replaced models do. If a notebook stops, the verdict says in which
+cell (from 0) and why. Other files of FOLDER are copied beside each notebook, in place of those that it downloads.
+`reason`: the notebook runs, the package refuses it by name (and for which wish), or whose error it was.
 """
 
 import ast
 import json
 import os
 import re
+import resource
 import shutil
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,16 +31,19 @@ import click
 import nbformat
 import torch
 from datasets import Dataset, DatasetDict
+from PIL import Image
 from transformers import AutoTokenizer
 
 from bench.common import public_code as public
+from bench.common.tables import markdown
 from lowmem_grpo.recipes.tasks.arithmetic import problems
 from lowmem_grpo.trainer.loop import Trainer
+from lowmem_grpo.utils import GIB
 
 OURS = {"GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams"}  # names of TRL and vLLM, here too
 MADE_ROWS = "bench.notebooks"
 SETTINGS = ("GRPOConfig", "SFTConfig", "TrainingArguments", "UnslothTrainingArguments")
-UPLOADS = ("notebook_login", "push_to_hub")
+UPLOADS = ("notebook_login", "login", "push_to_hub")
 TRACKERS = (["wandb"], ["trackio"])
 OFFLINE = {"trackio_space_id": "None", "push_to_hub": "False", "report_to": "'none'"}  # an option, and its value here
 PLACEHOLDER = re.compile(r"<([\w-]+)>")  # of the reader's own repository
@@ -46,9 +51,30 @@ UPLOAD = "__import__('bench.notebooks', fromlist=['upload']).upload({}, {}, {!r}
 THINKING = ("<think>", "</think>")
 BYTES = 4  # of a token of the replaced models
 LENGTHS = (("SFTConfig", "max_length"), ("LLM", "max_model_len"))  # the second one is vLLM's
-OTHERS_LAYERS = ("in_proj", "out_proj", "w1", "w2", "w3")  # names of LFM2's layers
+PARTS = {"instruction_part": "<|im_start|>user\n", "response_part": "<|im_start|>assistant\n"}  # of the small model
+LAYERS = {  # of a replaced model: the most similar layer of the small one
+    **dict.fromkeys(("in_proj", "c_attn"), "q_proj"), **dict.fromkeys(("out_proj", "c_proj"), "o_proj"),
+    "w1": "gate_proj", **dict.fromkeys(("w2", "fc2", "shared_mlp.output_linear"), "down_proj"),
+    **dict.fromkeys(("w3", "fc1", "gate_up_proj", "shared_mlp.input_linear"), "up_proj"),
+}
+GPT_OSS = "gpt-oss"
+FAMILIES = (  # of models that the package refuses by name (docs/families.md), by the model's name
+    (GPT_OSS, "(?i)gpt.oss"),
+    ("the model's family", "(?i)gemma-?2[-_]|LFM2|Falcon.H1|granite-4.0-h|Nemotron-3|Qwen3.[56]-35B|ERNIE-4.5-21B|"
+                           "gemma-4-26B"))
+NAMED = re.compile(r"(Unsupported|Value|Data|Preflight|Sandbox|EngineUnavailable|GGUF|Merge|ToolForm)Error|"
+                   "TypeError: .*has no option")  # errors that say what to do
+WISHES = (  # what would have to be there, and words of the refusal
+    ("images", r"\b[Ii]mages\b"), ("preferences", "on preferences"), ("full fine-tuning", "full_finetuning"),
+    ("trained embeddings", "embedding stay frozen|Embeddings stay frozen|modules_to_save"),
+    ("code run in the trainer's process", "Code that a model wrote"), ("OpenEnv's server", "No server of OpenEnv"),
+    ("code of the model's repository", "trust_remote_code"), ("llama.cpp, which is not installed", "llama.cpp"))
+ASKS = (  # of what a notebook makes use, if it stops before that is refused
+    ("images", re.compile(r"""["']type["']\s*:\s*["']image["']|ForConditionalGeneration|ImageTextToText|Vision2Seq""")),
+    ("preferences", re.compile(r"\b(DPO|ORPO|KTO|CPO)Trainer\(")))
+MEMORY = 10 * GIB  # bytes that a notebook may take of the host
 CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
-ROWS = 128  # some notebooks show the hundredth row
+ROWS = 256  # some notebooks show the hundredth row that they keep
 COLUMNS = ("notebook", "steps", "cells", "changed", "time", "verdict")
 
 
@@ -59,6 +85,8 @@ class NotebookChanges(public.Changes):
         super().__init__()
         self.model, self.has_card = model, has_card
         self.folders: set[str] = set()  # that were named so far
+        self.models: list[str] = []  # that were replaced
+        self.own_template = False  # whether the notebook relies on the chat template of the replaced model
 
     def visit_Import(self, node: ast.Import) -> Any:  # noqa: N802 - the names of ast.NodeTransformer
         names = [name.name for name in node.names]
@@ -75,6 +103,9 @@ class NotebookChanges(public.Changes):
         lines = [f"from {home} import {', '.join(names)}" for home, names in homes.items()]
         return self.statements("dataset" if MADE_ROWS in homes else "imports", "\n".join(lines))
 
+    def visit_Assert(self, node: ast.Assert) -> Any:  # noqa: N802
+        return self.statements("imports", "pass") if "__version__" in ast.unparse(node.test) else node
+
     def visit_Assign(self, node: ast.Assign) -> Any:  # noqa: N802
         self.generic_visit(node)
         for constant in assigned_models(node.targets[0], node.value):
@@ -86,6 +117,7 @@ class NotebookChanges(public.Changes):
         return node
 
     def rename(self, constant: ast.Constant) -> None:
+        self.models.append(str(constant.value))
         constant.value = self.model
         self.counts["model"] += 1
 
@@ -110,10 +142,13 @@ class NotebookChanges(public.Changes):
                 if keyword.arg in OFFLINE and not says_none(keyword.value):
                     keyword.value = self.expression("login", OFFLINE[keyword.arg])
         for keyword in node.keywords:
-            if (public.called(node), keyword.arg) in LENGTHS and getattr(keyword.value, "value", None):
-                keyword.value = self.expression("length", str(BYTES * ast.literal_eval(keyword.value)))
-            if keyword.arg == "target_modules" and names_others_layers(keyword.value):
-                keyword.value = self.expression("model", "'all-linear'")
+            match keyword.value:
+                case ast.Constant(value=int(length)) if (public.called(node), keyword.arg) in LENGTHS:
+                    keyword.value = self.expression("length", str(BYTES * length))
+            if self.own_template and keyword.arg in PARTS:
+                keyword.value = self.expression("model", repr(PARTS[keyword.arg]))
+            if keyword.arg == "target_modules" and (names := small_names(keyword.value)):
+                keyword.value = self.expression("model", repr(names))
         return node if self.has_card else self.on_cpu(node)
 
     def limit_steps(self, node: ast.Call) -> None:
@@ -144,8 +179,10 @@ class NotebookChanges(public.Changes):
 def home_of(module: str, name: str) -> str:
     """Return the module from which a name is imported here."""
     root, _, rest = module.partition(".")
-    if root == "unsloth":
-        return ".".join(filter(None, ("lowmem_grpo", rest)))
+    if (module, name) == ("unsloth_zoo.utils", "Version"):
+        return "packaging.version"
+    if root in ("unsloth", "unsloth_zoo"):
+        return "lowmem_grpo.chat_templates" if rest == "chat_templates" else "lowmem_grpo"
     if root in ("trl", "vllm") and name in OURS:
         return "lowmem_grpo"
     return MADE_ROWS if (module, name) == ("datasets", "load_dataset") else module
@@ -202,10 +239,11 @@ def says_none(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value in ("none", "tensorboard", None, False)
 
 
-def names_others_layers(value: ast.expr) -> bool:
-    """Return whether `target_modules` names layers that only the replaced model has."""
-    names = {each.value for each in getattr(value, "elts", []) if isinstance(each, ast.Constant)}
-    return not names.isdisjoint(OTHERS_LAYERS)
+def small_names(value: ast.expr) -> list[str] | None:
+    """Return `target_modules` in the small model's names, if it has names of layers that only the replaced model has;
+    every other name stays, so that it is trained or refused."""
+    names = [each.value for each in getattr(value, "elts", []) if isinstance(each, ast.Constant)]
+    return [*dict.fromkeys(LAYERS.get(name, name) for name in names)] if {*LAYERS} & {*names} else None
 
 
 # Rows in place of public datasets: the same columns and shapes, made of arithmetic.
@@ -225,6 +263,21 @@ def alpaca(question: str, answer: str) -> public.Row:
             "text": f"Below is an instruction.\n\n### Instruction:\n{question}\n\n### Response:\nIt is {answer}."}
 
 
+def picture() -> Image.Image:
+    return Image.new("RGB", (32, 32), "white")
+
+
+def asked(question: str) -> public.Row:
+    """Return a question about an image."""
+    return {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": question}]}
+
+
+def told(answer: str) -> public.Row:
+    return {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+
+
+TOOL = {"type": "function", "function": {
+    "name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 DATASETS: dict[str, Callable[[str, str], public.Row]] = {
     "openai/gsm8k": lambda question, answer: {"question": question, "answer": f"We calculate.\n#### {answer}"},
     "unsloth/OpenMathReasoning-mini": lambda question, answer: {
@@ -251,19 +304,100 @@ DATASETS: dict[str, Callable[[str, str], public.Row]] = {
     "HuggingFaceH4/Multilingual-Thinking": lambda question, answer: {
         "reasoning_language": "English", "developer": "", "user": question, "analysis": "We calculate.",
         "final": answer, "messages": [{**message, "thinking": ""} for message in messages(question, answer)]},
+    "open-r1/codeforces-cots": lambda question, answer: {
+        "problem": question, "generation": answer, "messages": messages(question, answer)},
+    "agentica-org/DeepScaleR-Preview-Dataset": lambda question, answer: {
+        "problem": question, "answer": answer, "solution": f"It is {answer}."},
+    "LLM360/TxT360-3efforts": lambda question, answer: {"messages": json.dumps([
+        {"role": "system", "content": "", "tools": [TOOL]}, {"role": "user", "content": question},
+        {"role": "assistant", "content": answer, "think": "We calculate."}])},
+    "google/mobile-actions": lambda question, answer: {
+        "metadata": "train", "tools": [TOOL], "messages": messages(question, answer)},
+    "Salesforce/xlam-function-calling-60k": lambda question, answer: {
+        "query": question, "tools": json.dumps([{"name": "add", "description": "Adds.", "parameters": {}}]),
+        "answers": json.dumps([{"name": "add", "arguments": {"a": 1, "b": 2}}])},
+    "BaSalam/entity-attribute-dataset-GPT-3.5-generated-v1": lambda question, answer: {
+        "instruction": question, "output": answer, "field": "made"},
+    "qgallouedec/biogrid": lambda question, answer: {"Alt IDs Interactor A": question, "Score": answer},
+    "qgallouedec/biogrid_qa": lambda question, answer: {"question": f"Does the gene {question}", "answer": "Yes"},
+    **dict.fromkeys(("HuggingFaceTB/smoltalk", "HuggingFaceTB/smoltalk2"), lambda question, answer: {
+        "messages": messages(question, answer), "full_topic": "made"}),
+    "dair-ai/emotion": lambda question, answer: {"text": question, "label": int(answer) % 6},
+    # preferences
+    "reciperesearch/dolphin-sft-v0.1-preference": lambda question, answer: {
+        "instruction": question, "input": "", "accepted": answer, "rejected": "I do not know."},
+    "HuggingFaceH4/ultrafeedback_binarized": lambda question, answer: {
+        "prompt": question, "chosen": messages(question, answer), "rejected": messages(question, "No.")},
+    "trl-lib/ultrafeedback_binarized": lambda question, answer: {
+        "chosen": messages(question, answer), "rejected": messages(question, "No."), "score_chosen": 2.0,
+        "score_rejected": 1.0},
+    "HuggingFaceH4/rlaif-v_formatted": lambda question, answer: {
+        "images": [picture()], "prompt": [asked(question)], "chosen": [told(answer)], "rejected": [told("No.")]},
+    # images
+    "unsloth/LaTeX_OCR": lambda question, answer: {"image": picture(), "text": answer},
+    "unsloth/Radiology_mini": lambda question, answer: {"image": picture(), "caption": answer},
+    "AI4Math/MathVista": lambda question, answer: {
+        "decoded_image": picture(), "image": "a.png", "question": question, "answer": answer},
+    "unsloth/llava-instruct-mix-vsft-mini": lambda question, answer: {
+        "images": [picture()], "messages": [asked(question), told(answer)]},
+    "trl-lib/llava-instruct-mix": lambda question, answer: {
+        "images": [picture()], "prompt": messages(question, answer)[:1], "completion": messages(question, answer)[1:]},
+    "HuggingFaceM4/ChartQA": lambda question, answer: {
+        "image": picture(), "query": question, "label": [answer], "human_or_machine": 0},
+    "lmms-lab/multimodal-open-r1-8k-verified": lambda question, answer: {
+        "image": picture(), "problem": question, "solution": f"<think>We calculate.</think><answer>{answer}</answer>",
+        "original_question": question, "original_answer": answer},
+    "euclid-multimodal/Geoperception": lambda question, answer: {
+        "id": answer, "predicate": "LineComparison", "image": picture(), "question": question, "answer": answer},
+    "XinNUS/Temporal_Caption_Bench": lambda question, answer: {
+        "query": question, "video": {"path": "clip.mp4", "bytes": None}, "duration": 1.0,
+        "facts": [{"tag": "shared", "text": answer}]},
 }
 
 
-def load_dataset(name: str, config: str | None = None, *, split: Any = None, **kwargs: Any) -> Any:
-    """Return made rows in place of `datasets.load_dataset`, for the names in DATASETS; a slice such as train[:5%] is
-    ignored."""
+def load_dataset(path: str, name: str | None = None, *, split: Any = None, streaming: bool = False,
+                 column_names: Sequence[str] = (), **kwargs: Any) -> Any:
+    """Return made rows in place of `datasets.load_dataset`, for the names in DATASETS and the columns of a table; a
+    slice such as train[:5%] is ignored."""
     if isinstance(split, list):
-        return [load_dataset(name, config, split=part) for part in split]
-    if name not in DATASETS:
-        raise LookupError(f"there are no made rows for {name!r}; add its columns to {__name__}.DATASETS")
-    made = [DATASETS[name](problem.question, str(problem.answer)) for problem in islice(problems("train", 0), ROWS)]
+        return [load_dataset(path, name, split=part) for part in split]
+    row = (lambda *texts: dict(zip(column_names, texts, strict=False))) if column_names else DATASETS.get(path)
+    if row is None:
+        raise LookupError(f"there are no made rows for {path!r}; add its columns to {__name__}.DATASETS")
+    made = [row(problem.question, str(problem.answer)) for problem in islice(problems("train", 0), ROWS)]
     data = Dataset.from_list(made)
+    data = data.to_iterable_dataset() if streaming else data
     return DatasetDict(dict.fromkeys(("train", "validation", "test"), data)) if split is None else data
+
+
+# What came of a notebook
+
+
+def reason(row: public.Row) -> str:
+    """Return in a few words what came of a notebook: it runs, the wish of which a refusal speaks, or whose error it
+    was. A model whose family the package refuses counts as refused, although the small one in its place runs."""
+    error, place = str(row.get("error", "")), str(row.get("raised_in", ""))
+    models = " ".join([*row.get("models", ()), str(row.get("notebook"))])
+    family = next((wish for wish, names in FAMILIES if re.search(names, models)), "")
+    if family == GPT_OSS or (family and public.ran(row)):
+        return f"refused: {family}"
+    if public.ran(row):
+        return "runs"
+    if place.startswith("lowmem_grpo") or "lowmem_grpo" in error:
+        return ("refused: " + next((wish for wish, words in WISHES if re.search(words, error)), "other")
+                if NAMED.match(error) else "raw error of this package")
+    if row.get("asks"):
+        return f"stops before: {row['asks']}"
+    return "stops elsewhere" if error else "trains nothing"
+
+
+def reasons_table(rows: list[public.Row]) -> list[str]:
+    """Return the number of notebooks for each reason, and their names, as lines of Markdown."""
+    names: dict[str, list[str]] = {}
+    for row in public.latest(rows, "notebook"):
+        names.setdefault(row.get("reason") or reason(row), []).append(str(row["notebook"]))
+    return ["", *markdown(("reason", "notebooks"), [
+        [why, str(len(found))] for why, found in sorted(names.items(), key=lambda each: -len(each[1]))])]
 
 
 # One notebook, all of them, and their table
@@ -273,10 +407,13 @@ def run(notebook: str, folder: str) -> public.Row:
     """Run the cells in `folder` until one fails; return the steps of each trainer and how far the notebook got."""
     sources = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
     os.chdir(folder)
+    if not torch.cuda.is_available():  # a class of another model, made from the small one's config, may be of full size
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     for beside in Path(notebook).parent.iterdir():  # files that a shell line would have downloaded
         if beside.is_file() and beside.suffix != ".ipynb":
             shutil.copy(beside, folder)
     changes = NotebookChanges(small_model(Path(folder, "tiny")), torch.cuda.is_available())
+    changes.own_template = not any("get_chat_template(" in source for source in sources)
     texts = [changes.rewrite(source) for source in sources]
     script = "\n\n".join(f"# %% [{place}]\n{text}" for place, text in enumerate(texts))
     Path("notebook.py").write_text(script, encoding="utf-8")  # shows what was changed
@@ -284,8 +421,11 @@ def run(notebook: str, folder: str) -> public.Row:
     began = time.perf_counter()
     found = public.run_cells(texts, lambda names: trainers.update(
         {id(value): value for value in names.values() if isinstance(value, Trainer)}))
-    return {"steps": [trainer.state.global_step for trainer in trainers.values()], **found, "cells": len(texts),
-            "seconds": round(time.perf_counter() - began, 1), "changes": dict(changes.counts)}
+    row = {"steps": [trainer.state.global_step for trainer in trainers.values()], **found, "cells": len(texts),
+           "seconds": round(time.perf_counter() - began, 1), "changes": dict(changes.counts),
+           "models": sorted({*changes.models} - {changes.model}),
+           "asks": next((wish for wish, words in ASKS if any(map(words.search, sources))), "")}
+    return row | {"reason": reason(row)}
 
 
 def small_model(folder: Path) -> str:
@@ -307,10 +447,11 @@ def shown(row: public.Row) -> list[str]:
 
 def notebooks_table(rows: list[public.Row]) -> list[str]:
     """Return the section of RESULTS.md with the newest row of each notebook."""
-    return public.section(
+    lines = public.section(
         rows, "notebook", "notebooks with imports, model, dataset and steps",
         "`device`: the CPU in place of a card. `login`: no login to the hub. "
         "`length`: a context four times as long, for a token a byte.", COLUMNS, shown)
+    return [*lines[:4], *reasons_table(rows), *lines[4:]]
 
 
 @click.command(help=__doc__)

@@ -223,7 +223,7 @@ def refuse_name(name: str, owner: str, table: Mapping[str, str]) -> None:
 
 DEEPEST = 64  # nesting of a stranger's JSON: templates, validators and Python's own json recurse over it
 LARGEST = 2**64 - 1  # and -2**63 the least: what 64 bits hold, signed or not
-SIMPLE = frozenset({int, float, bool, NoneType})
+SIMPLE: frozenset[type] = frozenset({int, float, bool, NoneType})
 SUSPICIOUS = re.compile(r"\\u(?:0000|[dD][89a-fA-F])")  # NUL or surrogates: in UTF-8 JSON they need an escape
 NOT_TEXT = {False: re.compile("[\0\ud800-\udfff]"), True: re.compile("[\ud800-\udfff]")}  # by whether NUL is taken
 

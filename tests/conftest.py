@@ -21,6 +21,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch'
 
 import torch
 
+pytest_plugins = ["skips"]  # which counts the skipped tests
 gc.set_threshold(100_000, 50, 100)  # tests make many objects, and looking through them took a fifteenth of their time
 
 # before triton is imported (bitsandbytes does): its kernels then run on CPU tensors, where there is no card

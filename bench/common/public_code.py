@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
@@ -91,7 +92,9 @@ def run_cells(texts: Iterable[str], after: Callable[[dict[str, Any]], None] = la
 
 
 def failed(error: BaseException) -> Row:
-    return {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:400]}
+    """Return an error's words, and the module that raised it."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400], "raised_in": (frames or [""])[-1]}
 
 
 def run_each(key: str, function: str, programs: dict[str, dict[str, Any]], seconds: float, output: Path, as_json: bool,

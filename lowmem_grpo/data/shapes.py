@@ -1,7 +1,7 @@
 """The choice of a dataset's encoder for supervised fine-tuning, by its columns.
 
-The first of these that is present decides: `formatting_func`, `input_ids`, `prompt` with `completion`, `messages`, the
-text column, or `conversations`, which is read as `messages`.
+The first of these that is present decides: `formatting_func`, `input_ids`, `prompt` with `completion`, `messages`
+(chats, or texts if there is no text column), the text column, or `conversations`, which is read as `messages`.
 """
 
 from collections.abc import Callable, Mapping
@@ -77,9 +77,10 @@ class Shapes:
             return rows, self.encoder(TokenEncoder, prompt_too=self.config.completion_only_loss is False)
         if {"prompt", "completion"} <= set(columns):
             return rows, self.completions()
-        if "messages" in columns:
+        has_text = self.config.dataset_text_field in columns
+        if "messages" in columns and not (has_text and isinstance(first_of(rows).get("messages"), str)):
             return self.conversations(rows, "messages")
-        if self.config.dataset_text_field in columns:
+        if has_text:
             encoder = self.encoder(TextEncoder)
             encoder.column = self.config.dataset_text_field
             encoder.source = f"`{encoder.column}`"
@@ -119,7 +120,7 @@ class Shapes:
         def function(row: dict[str, Any]) -> Any:
             return plain(owned(row))
 
-        first = rows.peek(1)[0] if isinstance(rows, Stream) else rows[0]
+        first = first_of(rows)
         if takes_batches(function, first):
             return lambda row: {"text": function({name: [value] for name, value in row.items()})[0]}
         made = function(first)
@@ -129,6 +130,10 @@ class Shapes:
             raise DataError(f"formatting_func returned a {type(made).__name__} for the first row; it must return the "
                             "row's text, or a list of texts for a batch of columns")
         return lambda row: {"text": function(row)}
+
+
+def first_of(rows: Any) -> Any:
+    return rows.peek(1)[0] if isinstance(rows, Stream) else rows[0]
 
 
 def takes_batches(function: Callable[..., Any], row: dict[str, Any]) -> bool:

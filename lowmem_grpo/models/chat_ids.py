@@ -11,6 +11,12 @@ from typing import Any
 
 from transformers import BatchEncoding
 
+from lowmem_grpo.utils import UnsupportedError
+
+MEDIA = ("image", "video", "audio")  # types of a message's part, or in them, as in "image_url"; options of processors
+TEXT_ALONE = ("images and sounds are not supported, only text is trained here: leave them out of the messages and out "
+              "of the tokenizer's call (docs/families.md names the multimodal checkpoints whose text model loads)")
+
 
 class TokenIds(list[Any]):
     """The list of ids that version 4 returned, with the keys, attributes and methods of version 5's `BatchEncoding`."""
@@ -37,16 +43,41 @@ class TokenIds(list[Any]):
 
 
 class IdsTokenizer:
-    """A mixin for tokenizer classes, whose `apply_chat_template` returns `TokenIds`."""
+    """A mixin for tokenizer classes, whose `apply_chat_template` returns `TokenIds`. Images and sounds are refused:
+    programs for multimodal models pass them to a processor, and this tokenizer takes its place."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if any(options.get(name) is not None for each in MEDIA for name in (each, f"{each}s")) or any(
+                map(is_picture, args[:2])):
+            raise UnsupportedError(TEXT_ALONE)
+        return super().__call__(*args, **options)  # type: ignore[misc]
 
     def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
-        """Return transformers' result, as `TokenIds` if it holds lists of ids and `return_dict` was not given."""
+        """Return transformers' result, as `TokenIds` if it holds lists of ids and `return_dict` was not given.
+        UnsupportedError if a message has an image or a sound."""
+        if has_media(conversation):
+            raise UnsupportedError(TEXT_ALONE)
         answer = super().apply_chat_template(conversation, *args, **options)  # type: ignore[misc]
         lists = isinstance(answer, BatchEncoding) and isinstance(answer["input_ids"], list)
         return TokenIds(answer) if lists and "return_dict" not in options else answer
 
     def __reduce__(self) -> Any:
         return empty_tokenizer, (type(self).__bases__[1],), vars(self)
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether a value is an image of PIL, or a list that begins with one."""
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    return hasattr(first, "size") and hasattr(first, "convert")
+
+
+def has_media(conversation: Any) -> bool:
+    """Return whether a message of a conversation, or of one of several, has a part that is not text."""
+    if isinstance(conversation, list | tuple):
+        return any(map(has_media, conversation))
+    content = conversation.get("content") if isinstance(conversation, Mapping) else None
+    return isinstance(content, list | tuple) and any(
+        isinstance(part, Mapping) and any(name in str(part.get("type")) for name in MEDIA) for part in content)
 
 
 @cache

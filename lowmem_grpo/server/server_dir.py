@@ -113,13 +113,14 @@ class ServerDir:
     """The folder of a server, locked so that one server at a time uses it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.expanduser().absolute()
+        self.named = folder.expanduser()  # as its user wrote it
+        self.folder = self.named.absolute()
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[Database]:
         """Create the folder if missing, lock it, and yield its database. OSError if another server holds the lock. What
         this process and its jobs write meanwhile is for this user only."""
-        check_place(self.folder, "--folder")
+        check_place(self.named, "--folder")
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         before = os.umask(OTHERS)
         try:

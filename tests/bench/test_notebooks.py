@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -18,6 +19,7 @@ from bench.notebooks import (
     NotebookChanges,
     load_dataset,
     notebooks_table,
+    reason,
     small_model,
     upload,
 )
@@ -56,9 +58,16 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("pipeline('text-generation', model='<your-id>')", "pipeline('text-generation', model='your-id')", "login"),
     ("pipeline(model=f'me/{out}')", "pipeline(model=f'{out}')", "login"),
     ("vllm.LLM(x, max_model_len=256)", "vllm.LLM(x, max_model_len=1024)", "length"),
+    ("login()", "None", "login"),
     ("LLM(x)", "LLM(x, gpu_memory_utilization=0.1)", "device"),
     ("out = 'x-y'\nout = 'me/x-y'", "out = 'x-y'\nout = 'x-y'", "login"),
-    ("get_peft_model(m, target_modules=['q_proj', 'w1'])", "get_peft_model(m, target_modules='all-linear')", "model"),
+    ("get_peft_model(m, target_modules=['q_proj', 'w1'])", "get_peft_model(m, target_modules=['q_proj', 'gate_proj'])",
+     "model"),
+    ("f(target_modules=['w3', 'up_proj', 'fc1', 'lm_head', 'embed_tokens'])",  # what is not trained stays named
+     "f(target_modules=['up_proj', 'lm_head', 'embed_tokens'])", "model"),
+    ("from unsloth.trainer import A", "from lowmem_grpo import A", "imports"),
+    ("from unsloth_zoo.utils import Version", "from packaging.version import Version", "imports"),
+    ("assert transformers.__version__ == '5.15.0'", "pass", "imports"),
 ])
 def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> None:
     changes = NotebookChanges("small", has_card=False)
@@ -91,6 +100,7 @@ def test_the_small_model_has_room_for_tokens_of_thought_and_its_tokenizer_lies_b
     "x = 'cuda'; y = 'a/b'", "from datasets import Dataset", "import torch",
     "t.apply_chat_template(x, tokenize = True)", "m(target_modules = ['q_proj', 'lm_head'])",
     "from transformers import TrainingArguments", "from vllm import SamplingParams, LLM", "no python at all",
+    "vllm.LLM(x, max_model_len=a.b)",
 ])
 def test_nothing_else_is_changed(cell: str) -> None:
     changes = NotebookChanges("small", has_card=False)
@@ -103,10 +113,42 @@ def test_on_a_card_the_device_stays() -> None:
 
 
 def test_made_rows_have_parts_and_unknown_names_are_refused() -> None:
-    assert all(len(load_dataset(name, split="train[:5%]")) == 128 for name in DATASETS)
+    assert all(len(load_dataset(name, split="train[:5%]")) == 256 for name in DATASETS)
+    assert next(iter(load_dataset("openai/gsm8k", name="main", split="train", streaming=True)))["question"]
+    assert load_dataset("csv", data_files="a.csv", column_names=["a", "b"])["train"].column_names == ["a", "b"]
     assert {*load_dataset("openai/gsm8k", "main")} == {"train", "validation", "test"}
     with pytest.raises(LookupError, match="no made rows for 'a/b'"):
         load_dataset("a/b")
+
+
+OURS = {"steps": [], "raised_in": "lowmem_grpo.loader"}
+
+
+@every_row(("row", "expected"), [
+    ({"steps": [2]}, "runs"), ({"steps": []}, "trains nothing"), ({"steps": [0]}, "trains nothing"),
+    ({"steps": [2], "models": ["unsloth/gpt-oss-20b"]}, "refused: gpt-oss"),
+    (OURS | {"error": "ValueError: a", "models": ["unsloth/gpt-oss-20b"]}, "refused: gpt-oss"),
+    ({"steps": [2], "models": ["LiquidAI/LFM2.5-1.2B"]}, "refused: the model's family"),
+    (OURS | {"error": "UnsupportedError: images and sounds are not supported"}, "refused: images"),
+    (OURS | {"error": "UnsupportedError: There is no trainer on preferences here"}, "refused: preferences"),
+    (OURS | {"error": "ValueError: target_modules names lm_head; the head and the embedding stay frozen here"},
+     "refused: trained embeddings"),
+    (OURS | {"error": "ValueError: FastVisionModel: full_finetuning=True is not supported"},
+     "refused: full fine-tuning"),
+    (OURS | {"error": "ValueError: r is 0"}, "refused: other"),
+    (OURS | {"error": "TypeError: SFTConfig has no option 'a'; did you mean b?"}, "refused: other"),
+    (OURS | {"error": "KeyError: 'a'"}, "raw error of this package"),
+    (OURS | {"error": "TypeError: f() got an unexpected keyword argument"}, "raw error of this package"),
+    ({"steps": [], "error": "ImportError: cannot import name 'a' from 'lowmem_grpo'", "raised_in": "__main__"},
+     "raw error of this package"),
+    ({"steps": [], "error": "KeyError: 'a'", "raised_in": "transformers.x"}, "stops elsewhere"),
+    ({"steps": [], "error": "KeyError: 'a'", "raised_in": "transformers.x", "asks": "images"},
+     "stops before: images"),
+    ({"steps": [], "asks": "preferences"}, "stops before: preferences"), ({"steps": [2], "asks": "images"}, "runs"),
+    (OURS | {"error": "ToolFormError: the chat template has no tool calls"}, "refused: other"),
+])
+def test_the_reason_is_a_run_a_refusal_by_wish_or_whose_error_it_was(row: dict[str, Any], expected: str) -> None:
+    assert reason(row) == expected
 
 
 @pytest.mark.slow
@@ -119,9 +161,10 @@ def test_a_folder_is_run_and_each_verdict_is_what_happened(tmp_path: Path) -> No
     assert done.exit_code == 0, done.output
     assert "1 of 3 notebooks ran to their end" in done.output
     lines = notebooks_table(read_rows(tmp_path / "rows.jsonl") * 2)
-    assert lines[3].startswith("1 of 3 ran to their end. `device`: ") and len(lines) == 10
-    assert "cell 1: ValueError: no / good |" in lines[7] and "| 2 |" in lines[8] and "| runs |" in lines[8]
-    assert "it trains nothing" in lines[9]
+    assert lines[3].startswith("1 of 3 ran to their end. `device`: ") and len(lines) == 16
+    assert {*lines[7:10]} == {"| runs | 1 |", "| stops elsewhere | 1 |", "| trains nothing | 1 |"}
+    assert "cell 1: ValueError: no / good |" in lines[13] and "| 2 |" in lines[14] and "| runs |" in lines[14]
+    assert "it trains nothing" in lines[15]
 
 
 def write(path: Path, cells: list[str]) -> None:

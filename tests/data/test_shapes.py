@@ -37,6 +37,8 @@ SHAPES = [  # (row, settings, what is trained, as text or as ids)
     ({"conversations": SHARED}, {"assistant_only_loss": True}, TURNS),
     ({"messages": CHAT}, {"assistant_only_loss": False}, WHOLE),
     ({"conversations": SHARED, "text": "ab cd"}, {}, "b cd<|im_end|>"),
+    ({"messages": '[{"role": "user"}]', "text": "ab cd"}, {}, "b cd<|im_end|>"),  # what the text was made of
+    ({"messages": CHAT, "text": "ab cd"}, LAST, "4<|im_end|>"),
     (IDS, {}, [6, 7, 8]), (IDS | {"labels": [5, -100, 7, -100]}, {}, [7]),
     (IDS | {"completion_mask": [0, 0, 1, 1]}, {}, [7, 8]), (IDS | {"attention_mask": [1, 1, 1, 0]}, {}, [6, 7]),
     (IDS | {"text": "not this"}, {"dataset_kwargs": {"skip_prepare_dataset": True}}, [6, 7, 8]),

@@ -252,11 +252,6 @@ def test_true_falls_back_with_the_first_line_of_what_vllm_raises_at_its_start_an
     assert first == load("transformers").fast_generate(PROMPTS, GREEDY)
 
 
-@pytest.mark.skipif(os.environ.get("CI") != "true" or torch.version.cuda is not None, reason="CI on CPUs alone")
-def test_ci_has_vllm_so_that_no_test_of_it_is_skipped_unseen() -> None:
-    assert WHY_NOT is None
-
-
 # with vLLM
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from different_ends import CONTEXT, PARAMS, PROMPTS, check_same
 from memory import Recorder
-from small_models import load_model, with_adapter
+from small_models import FAMILIES, load_model, with_adapter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerBase
@@ -17,13 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import token_step
 from lowmem_grpo.engines.batch import Batch, DecodeState
-from lowmem_grpo.engines.cuda_graphs import not_of_model
 from lowmem_grpo.engines.token_step import TokenStep, up_to_multiple
 from lowmem_grpo.engines.transformers_engine import LOOK, TransformersEngine
 from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.memory.cards import GRAPH_PLACES, graph_rows, graph_width
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.policy import Policy
+
+# The families whose steps can be recorded: not those with gated delta nets.
+recordable = pytest.mark.parametrize("policy", ["tiny", *FAMILIES], indirect=True)
 
 
 @pytest.fixture
@@ -42,17 +44,12 @@ def plain(engine: TransformersEngine) -> TransformersEngine:
     return TransformersEngine(engine.policy, engine.tokenizer, engine.max_seq_length)
 
 
-def skip_where_unfit(engine: TransformersEngine) -> None:
-    if why := not_of_model(engine.policy.base.config):
-        pytest.skip(f"steps are never recorded: {why}")
-
-
+@recordable
 @pytest.mark.parametrize("rows", [None, 5])
 @pytest.mark.every(2)
 def test_recorded_steps_draw_the_same_also_where_rows_enter_and_leave(
     engine: TransformersEngine, rows: int | None
 ) -> None:
-    skip_where_unfit(engine)
     expected, other = engine.generate(PROMPTS, PARAMS), plain(engine)
     other.bound.lowered = rows
     recorder = Recorder(other)
@@ -86,9 +83,9 @@ class NothingAsked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@recordable
 @pytest.mark.every(2)
 def test_a_step_asks_the_device_for_nothing_and_its_tensors_stay_where_they_are(engine: TransformersEngine) -> None:
-    skip_where_unfit(engine)
     seen: list[list[int]] = []
     step = engine.step
     whole = step.step

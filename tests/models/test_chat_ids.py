@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from PIL import Image
+from tables import every_row
 from transformers import AutoTokenizer
 
 from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.utils import UnsupportedError
 
 CHAT = [{"role": "user", "content": "Start with 4."}]
 
@@ -66,3 +69,35 @@ def test_generate_takes_the_whole_dictionary_as_its_ids(loaded: Any, with_lora: 
     for found in (model.generate(input_ids=inputs, **ways), model.generate(inputs=inputs, **ways),
                   model.generate(inputs, **ways), model.generate(inputs["input_ids"], attention_mask=mask, **ways)):
         assert torch.equal(found, expected)
+
+
+PICTURE = Image.new("RGB", (4, 4))
+
+
+def asks(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [*parts]}]
+
+
+@every_row("refused", [
+    lambda it: it.apply_chat_template(asks({"type": "image"}, {"type": "text", "text": "a"})),
+    lambda it: it.apply_chat_template([CHAT, asks({"type": "image_url", "image_url": "a"})]),
+    lambda it: it.apply_chat_template(asks({"type": "audio", "audio": [0.0]}), tokenize=False),
+    lambda it: it.apply_chat_template(asks({"type": "video", "video": "a.mp4"})),
+    lambda it: it(PICTURE, "text", add_special_tokens=False), lambda it: it([PICTURE], "text"),
+    lambda it: it("text", PICTURE), lambda it: it(text="text", images=[PICTURE]), lambda it: it(text="a", audio=[0.0]),
+])
+def test_an_image_or_a_sound_is_refused_by_name(refused: Any, loaded: Any) -> None:
+    """As in programs for a processor of transformers, in whose place this tokenizer stands."""
+    with pytest.raises(UnsupportedError, match=r"images and sounds are not supported.*docs/families"):
+        refused(loaded[1])
+
+
+def test_texts_in_parts_and_batches_of_texts_are_read_as_before(loaded: Any, tmp_path: Path) -> None:
+    loaded[1].save_pretrained(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for given in ("a", ["a", "b c"], [["a", "b"]]):
+        assert loaded[1](given).input_ids == theirs(given).input_ids
+    assert loaded[1]("a", "b", images=None).input_ids == theirs("a", "b").input_ids
+    assert loaded[1](text="a").input_ids == theirs("a").input_ids and loaded[1]("").input_ids == theirs("").input_ids
+    for chat in (CHAT, [CHAT, CHAT], [{"role": "user", "content": None}]):
+        assert loaded[1].apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(chat, tokenize=False)

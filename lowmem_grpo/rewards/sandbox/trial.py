@@ -14,7 +14,7 @@ from typing import Any
 from lowmem_grpo.rewards.sandbox.cases import NO_RESULT, AssertCase, CallCase, Case, ProgramCase
 from lowmem_grpo.rewards.sandbox.limits import Limits
 from lowmem_grpo.rewards.sandbox.plain import decode, same
-from lowmem_grpo.rewards.sandbox.worker import START_SECONDS, CannotStart, Worker, WorkerEnded
+from lowmem_grpo.rewards.sandbox.worker import START_SECONDS, CannotStart, Worker, WorkerEnded, has_bubblewrap
 
 ISOLATIONS = ("bubblewrap", "process")
 BY_DEFAULT = "bubblewrap"
@@ -24,9 +24,11 @@ PROCESS_WARNING = (
     "large and how old they are, and files that it removes while they are open do not count towards scratch_bytes; do "
     "not use it on a machine with secrets"
 )
+INSTALL = "apt install bubblewrap (it has this name elsewhere too: dnf install, pacman -S, zypper install, apk add)"
+NAMESPACES = ("in a container allow user namespaces (docker run --security-opt seccomp=unconfined --security-opt "
+              "systempaths=unconfined)")
 FIX = (
-    "install bubblewrap 0.7 or newer (apt install bubblewrap, dnf install bubblewrap); in a container allow user "
-    "namespaces (docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined); or accept less "
+    f"install bubblewrap 0.7 or newer: {INSTALL}; {NAMESPACES}; or accept less "
     'protection with isolation="process": limits on time, memory, processes and network hold there too, but if the '
     "kernel lacks Landlock 3 (Linux 6.2) the code can read and write your files"
 )
@@ -95,6 +97,15 @@ def what_works() -> str:
     works = [name for name, state in states.items() if state == WORKS]
     taken = BY_DEFAULT if BY_DEFAULT in works else "none by default, process if asked for" if works else "none"
     return f"{taken} ({'; '.join(f'{name}: {state}' for name, state in states.items() if name != taken)})"
+
+
+def what_is_missing() -> tuple[str, str] | None:
+    """Return for `doctor` why the default isolation does not work on this Linux machine, and the fix; None if it works
+    or cannot work."""
+    if sys.platform != "linux" or (why := why_not(BY_DEFAULT)) is None:
+        return None
+    return (f"code that a model writes cannot run in {BY_DEFAULT} ({' '.join(why.split())[:200]})",
+            f"update it to 0.7 or newer; {NAMESPACES}" if has_bubblewrap() else INSTALL)
 
 
 OUTCOMES = ("passed", "failed", "error", "timeout", "memory", "output", "files", "refused")

@@ -42,6 +42,10 @@ def command(isolation: str, limits: Limits, descriptor: int, folder: str) -> tup
     return [program, *bubblewrap(limits), "--", *words], {"scratch": SCRATCH, "package": ROOT, "readable": None}
 
 
+def has_bubblewrap() -> bool:
+    return shutil.which(BWRAP) is not None
+
+
 def python_folders() -> list[str]:
     """Return the existing folders and files that Python needs to start, none of which lies inside another."""
     wanted = {path for path in (*SYSTEM, os.path.realpath(sys.base_prefix)) if os.path.exists(path)}

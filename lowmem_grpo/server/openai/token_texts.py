@@ -101,7 +101,7 @@ class TokenTexts:
 class Generation(Extension):
     """The tag `generation`, which transformers adds to the language of chat templates."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # as the base class declares it
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)

@@ -98,7 +98,8 @@ class Usage:
         states = [self.folder / model.state for model in models if model.state is not None]
         snapshots = [self.folder / name for name in self.store.snapshots(owner)]
         files = {*states, *snapshots, *(self.checkpoints.folder / entry.file for entry in saved)}
-        return sum(map(size_of, files)) + sum(each.settings.notes_size for each in (*models, *saved))
+        notes = [each.settings.notes_size for each in models] + [each.settings.notes_size for each in saved]
+        return sum(map(size_of, files)) + sum(notes)
 
 
 def too_many(requests: int, most: int) -> str:

@@ -82,6 +82,9 @@ def examine() -> Checkup:
                         fatal=True)
     sandbox, fault = attempt(lambda: import_module("lowmem_grpo.rewards.sandbox.trial").what_works())
     checkup.used["code sandbox"] = sandbox or f"unknown ({fault})"
+    missing, _ = attempt(lambda: import_module("lowmem_grpo.rewards.sandbox.trial").what_is_missing())
+    if missing:
+        checkup.say(*missing)
     checkup.used["model families"] = trained()
     checkup.used["sampled by vLLM"] = trained(by_vllm=True)
     return checkup

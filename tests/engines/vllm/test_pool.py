@@ -82,6 +82,9 @@ def machine(request: pytest.FixtureRequest, unit: int, monkeypatch: pytest.Monke
     assert (made.card.pool, made.card.lost) == (0, 0)
 
 
+any_pool = pytest.mark.parametrize("machine", ["tracks"], indirect=True)  # of tests to which its kind does not matter
+
+
 @pytest.fixture
 def engine(machine: Machine, policy: Policy, tokenizer: PreTrainedTokenizerBase, unit: int) -> VLLMEngine:
     """Its cache holds eight sequences."""
@@ -250,6 +253,7 @@ def test_a_start_that_finds_no_room_takes_a_smaller_cache(
     assert (engine.kv_bytes, engine.bound.failures) == (4 * unit, 1)
 
 
+@any_pool
 @pytest.mark.parametrize("words", [
     "1 validation error for ModelConfig\n  Value error, cumem allocator is not supported on current platform.",
     "Sleep mode is not supported on current platform.", "cumem allocator is not available",
@@ -258,8 +262,6 @@ def test_without_a_pool_the_cache_stays_on_the_card_and_the_log_says_so(
     machine: Machine, policy: Policy, tokenizer: PreTrainedTokenizerBase, eight: EngineSettings, unit: int, words: str,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if machine.pool.kind != "tracks":
-        pytest.skip("without a pool its kind does not matter")
     plain = machine.LLM
 
     def refuses(folder: str, **options: Any) -> FakeLLM:
@@ -277,11 +279,10 @@ def test_without_a_pool_the_cache_stays_on_the_card_and_the_log_says_so(
     assert "no memory pool" in line and "9.0 MiB stays on the card while training" in line
 
 
+@any_pool
 def test_an_engine_decodes_what_a_run_samples_or_what_was_asked_for(
     machine: Machine, policy: Policy, tokenizer: PreTrainedTokenizerBase, unit: int
 ) -> None:
-    if machine.pool.kind != "tracks":
-        pytest.skip("the pool does not matter")
     for most, sampled, seqs in ((None, 6, 6), (None, 600, 16), (None, None, 16), (40, None, 40), (3, 6, 3)):
         engine = VLLMEngine(policy, tokenizer, CONTEXT, EngineSettings(kv_cache_bytes=8 * unit, max_num_seqs=most),
                             sampled)

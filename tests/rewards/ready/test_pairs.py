@@ -91,12 +91,13 @@ def test_the_forms_of_gold_answers_equal_themselves(verifier: rewards.Verifier) 
     assert set(labels) == {True}
 
 
-@pytest.mark.skipif(not (SHARED / "gsm8k").exists(), reason="the GSM8K rows are not here")
 def test_every_solution_of_gsm8k_has_its_label_and_no_other() -> None:
-    lines = (SHARED / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    """Of 100 rows, or of all where they are."""
+    whole = SHARED / "gsm8k" / "train.jsonl"
+    lines = (whole if whole.exists() else DATA / "gsm8k.jsonl").read_text(encoding="utf-8").splitlines()
     solutions = [json.loads(line)["answer"] for line in lines]
     labels = [rewards.extract_hash_answer(solution) for solution in solutions]
-    assert len(labels) == 7473 and all(label is not None and str(int(label)) == label for label in labels)
+    assert len(labels) in (100, 7473) and all(label is not None and str(int(label)) == label for label in labels)
     tagged = [f"<reasoning>\n{text}\n</reasoning>\n<answer>\n{label}\n</answer>\n"
               for text, label in zip(solutions, labels, strict=True)]
     assert set(rewards.correctness_reward_func([], tagged, labels)) == {2.0}

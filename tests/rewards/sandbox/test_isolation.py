@@ -84,3 +84,22 @@ def test_the_line_of_doctor_names_the_sandbox_that_the_rewards_take(
 ) -> None:
     monkeypatch.setattr(trial, "why_not", {"bubblewrap": bubblewrap, "process": process}.get)
     assert trial.what_works() == line
+
+
+def test_doctor_says_what_to_install_and_what_a_container_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, fix = trial.what_is_missing() or ("", "")
+    assert "cannot run in bubblewrap" in problem and "no-such-bwrap" in problem
+    assert fix.startswith("apt install bubblewrap") and "dnf install" in fix and "docker" not in fix
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setattr(worker, "BWRAP", str(tmp_path / "bwrap"))
+    trial.why_not.cache_clear()
+    problem, fix = trial.what_is_missing() or ("", "")
+    assert "No permissions" in problem and "docker run" in fix and "apt install" not in fix
+    monkeypatch.setattr(trial, "why_not", lambda isolation: None)
+    assert trial.what_is_missing() is None
+    monkeypatch.setattr(trial, "why_not", lambda isolation: "needs Linux")
+    monkeypatch.setattr(trial.sys, "platform", "darwin")
+    assert trial.what_is_missing() is None, "nothing can be installed there"

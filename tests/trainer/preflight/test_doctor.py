@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from tables import every_row
 from lowmem_grpo import __version__
 from lowmem_grpo.__main__ import main
 from lowmem_grpo.cli.plan import report
+from lowmem_grpo.rewards.sandbox import trial, worker
 from lowmem_grpo.trainer.preflight import doctor
 from lowmem_grpo.trainer.preflight.doctor import NEEDED, TRIED, Checkup, examine
 
@@ -111,6 +113,13 @@ def test_this_machine_can_train() -> None:
     assert f"torch {importlib.metadata.version('torch')}" in " ".join(done.output.split())
     assert done.output.strip().endswith("Training is possible here.")
     assert max(map(len, done.output.splitlines())) <= 100
+
+
+def test_without_bubblewrap_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "BWRAP", "no-such-bwrap")
+    monkeypatch.setattr(trial, "why_not", cache(trial.why_not.__wrapped__))
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == 0 and "apt install bubblewrap" in " ".join(done.output.split()), done.output
 
 
 def test_json_holds_the_same_and_nothing_else() -> None:
