@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import logging
-import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -216,6 +215,10 @@ class Connection(H11Protocol):
 
 def most_connections() -> int:
     """Return how many connections fit into the files that this process may open."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return BACKLOG
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return max(files - SPARE, files // 2) if files > 0 else BACKLOG
 
