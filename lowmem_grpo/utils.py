@@ -1,9 +1,13 @@
-"""Text for bytes, seconds and counts; rules for the values of settings; and torch, imported at first use."""
+"""Text for bytes, seconds and counts; rules for the values of settings; JSON of strangers (`read_json`); and torch,
+imported at first use."""
 
+import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from numbers import Integral, Real
@@ -111,6 +115,7 @@ OF_KINDS: dict[Any, Rule] = {  # rules of fields without one in RANGES, by annot
     bool: TRUTH, int: WHOLE, str: ("a text", lambda value: isinstance(value, str)),
     dict: ("a dict", lambda value: isinstance(value, Mapping)),
 }
+LONGEST = 10_000  # characters of a regular expression
 TEXT: Rule = ("a text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
 
 
@@ -138,10 +143,10 @@ def whole_fields(cls: Any) -> set[str]:
 
 
 def is_pattern(text: str) -> bool:
-    """Return whether a text is a regular expression."""
+    """Return whether a text is a regular expression of at most LONGEST characters."""
     try:
-        re.compile(text)
-    except re.error:
+        re.compile(text if len(text) <= LONGEST else "(")
+    except (re.error, RecursionError, OverflowError):
         return False
     return True
 
@@ -214,6 +219,86 @@ def refuse_name(name: str, owner: str, table: Mapping[str, str]) -> None:
     """Raise UnsupportedError, with what to use instead, for a name that another library has and `owner` lacks."""
     if name in table:
         raise UnsupportedError(f"{owner} has no {name}. {table[name]}")
+
+
+DEEPEST = 64  # nesting of a stranger's JSON: templates, validators and Python's own json recurse over it
+LARGEST = 2**64 - 1  # and -2**63 the least: what 64 bits hold, signed or not
+SIMPLE: frozenset[type] = frozenset({int, float, bool, NoneType})
+SUSPICIOUS = re.compile(r"\\u(?:0000|[dD][89a-fA-F])")  # NUL or surrogates: in UTF-8 JSON they need an escape
+NOT_TEXT = {False: re.compile("[\0\ud800-\udfff]"), True: re.compile("[\ud800-\udfff]")}  # by whether NUL is taken
+
+
+class JsonError(ValueError):
+    """A refused JSON. `field` is the place of the wrong value, such as `messages[0].content`; empty for the whole."""
+
+    def __init__(self, why: str, place: tuple[str | int, ...] = ()) -> None:
+        self.field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" if part.isidentifier()
+                             and len(part) < 80 else f"[{part[:80]!r}]" for part in place).removeprefix(".")
+        super().__init__(f"{self.field or 'the text'} {why}")
+
+
+@dataclass(frozen=True)
+class Refused:
+    why: str  # it stands in a parsed value for what is wrong there, until the place is known
+
+
+def read_json(data: bytes | str, most: float = 64 * MIB, nul: bool = False) -> Any:
+    """Parse a stranger's JSON text in UTF-8. JsonError for what is no JSON, for more than `most` bytes or characters
+    or DEEPEST levels, a name that stands twice in an object, NaN or infinity, an integer of more than 64 bits, half of
+    a surrogate pair and, without `nul`, the character NUL."""
+    if len(data) > most:
+        raise JsonError(f"has {size_text(len(data))}; at most {size_text(most)} are read")
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
+        value = json.loads(text, parse_int=json_integer, parse_float=json_float, parse_constant=json_float,
+                           object_pairs_hook=json_object)
+    except RecursionError:
+        raise JsonError(f"is nested more than {DEEPEST} levels deep") from None
+    except ValueError as error:
+        raise JsonError(f"is no JSON ({error})") from None
+    check_json(value, nul, SIMPLE if isinstance(data, str) or SUSPICIOUS.search(text) else SIMPLE | {str})
+    return value
+
+
+def json_integer(digits: str) -> int | Refused:
+    if len(digits) <= 20 and -(2**63) <= (value := int(digits)) <= LARGEST:
+        return value
+    return Refused(f"is {digits[:24]}{'...' * (len(digits) > 24)}; a whole number must be -2**63 to 2**64 - 1")
+
+
+def json_float(text: str) -> float | Refused:
+    value = float(text)
+    return value if math.isfinite(value) else Refused(f"is {text[:24]}, which is no finite number")
+
+
+def json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | Refused:
+    value = dict(pairs)
+    if len(value) == len(pairs):
+        return value
+    twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+    return Refused(f"has the name {twice[:80]!r} twice; each name of an object may stand once")
+
+
+def check_json(
+    value: Any, nul: bool = False, harmless: frozenset[type] = SIMPLE, place: tuple[str | int, ...] = ()
+) -> None:
+    """Raise JsonError for what `read_json` refuses in a parsed value. Values of the types `harmless` are right."""
+    if isinstance(value, Refused):
+        raise JsonError(value.why, place)
+    if isinstance(value, str) and (wrong := NOT_TEXT[nul].search(value)):
+        raise JsonError(f"has {'the character NUL' if wrong[0] == chr(0) else 'half of a surrogate pair'} at character "
+                        f"{wrong.start()}, which is no text; leave it out", place)
+    if not isinstance(value, dict | list):
+        return
+    if len(place) >= DEEPEST:
+        raise JsonError(f"is nested more than {DEEPEST} levels deep", place[:4])
+    for name in value if isinstance(value, dict) and str not in harmless else ():
+        check_json(name, nul, harmless, (*place, name))
+    inner = value.values() if isinstance(value, dict) else value
+    if not harmless >= set(map(type, inner)):
+        for part, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if type(item) not in harmless:
+                check_json(item, nul, harmless, (*place, part))
 
 
 BOTH = ("{} holds a model's weights and an adapter (adapter_config.json), and nothing says whether the adapter belongs "

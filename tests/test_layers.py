@@ -48,7 +48,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
                 "sympy", "transformers"},
     "rollout": {"transformers"},
     "trainer": {"bitsandbytes", "packaging", "peft", "transformers"},
-    "server": {"anyio", "fastapi", "google", "peft", "pydantic", "safetensors", "starlette",
+    "server": {"anyio", "fastapi", "google", "jinja2", "peft", "pydantic", "safetensors", "starlette",
                "transformers", "uvicorn", "zstandard"},
     "agents": {"openai", "pydantic", "tenacity", "tqdm"},
     "recipes": {"click", "datasets", "jinja2", "pydantic", "rich"},

@@ -1,5 +1,6 @@
 """Bytes and seconds in words; what is no number is refused; what YAML takes for text with what to write."""
 
+import json
 import math
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from lowmem_grpo import GRPOConfig, RLOOConfig, SamplingParams, SFTConfig
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.environments import AskBase
 from lowmem_grpo.models.lora_targets import check_plain
-from lowmem_grpo.utils import GIB, MIB, size_text, time_text
+from lowmem_grpo.utils import GIB, MIB, JsonError, read_json, size_text, time_text
 
 
 @every_row(("count", "text"), [
@@ -117,3 +118,32 @@ def test_what_trls_examples_write_on_their_command_lines_is_read(tmp_path: Path)
     with pytest.raises(ValueError, match=r"lr_scheduler_kwargs is 'min_lr_rate=0\.1'; it must be a dict, or None"):
         read(SFTConfig, "--lr_scheduler_kwargs min_lr_rate=0.1")
     assert read(SFTConfig, "--eos_token <|im_end|> --packing --dataset_num_proc 12").eos_token == "<|im_end|>"
+
+
+@every_row(("text", "field", "words"), [
+    (b"", "", "is no JSON"), (b'{"a": 1', "", "is no JSON"), (b"\xff\xfe{\x00}\x00", "", "utf-8"),
+    (b'"\xed\xa0\x80"', "", "utf-8"),  # Python's json takes the bytes of a surrogate
+    (b'{"m": [{"c": "a\\u0000"}]}', "m[0].c", "NUL at character 1"),
+    (b'{"m": [{"c": "\\udc00 "}]}', "m[0].c", "half of a surrogate pair at character 0"),
+    ('{"m": "\ud800"}', "m", "surrogate"), (b'{"a": {"\\ud800": 1}}', "a['\\ud800']", "surrogate"),
+    (b'{"a b": [1, NaN]}', "['a b'][1]", "NaN, which is no finite number"), (b'[-Infinity]', "[0]", "no finite"),
+    (b'{"a": 1e999}', "a", "no finite"), (b'{"a": 18446744073709551616}', "a", "2\\*\\*64 - 1"),
+    (b'{"a": -9223372036854775809}', "a", "-2\\*\\*63"), (b'{"a": ' + b"9" * 5000 + b"}", "a", "99999"),
+    (b'{"a": {"r": 1, "r": 2}}', "a", "the name 'r' twice"), (b'{"a":' * 900 + b"1" + b"}" * 900, "a.a.a.a", "deep"),
+    (b"[" * 65 + b"]" * 65, "[0][0][0][0]", "64 levels"), (b"[" * 10**6, "", "64 levels"),
+    (b" " * (MIB + 1), "", "has 1.0 MiB; at most 1.0 MiB"),
+])
+def test_json_that_could_harm_its_reader_is_refused_with_its_place(text: bytes | str, field: str, words: str) -> None:
+    with pytest.raises(JsonError, match=words) as refused:
+        read_json(text, most=MIB)
+    assert refused.value.field == field and str(refused.value).startswith(field or "the text")
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_other_json_is_read_as_pythons_json_reads_it(ascii_only: bool) -> None:
+    value: list[object] = [{"a": [1, -0.5, True, None, 2**64 - 1, -(2**63)]}, "\U0001f600 \u00e9 \n", {"": {}}, 1e308]
+    for _ in range(60):
+        value = [value]
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    assert read_json(text) == read_json(text.encode("utf-8-sig")) == json.loads(text)
+    assert read_json(b'"a\\u0000"', nul=True) == "a\0"

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.runs.views.terminal import UserPath, plain_errors, quiet, was_given
+from lowmem_grpo.runs.views.terminal import UserPath, echo, plain_errors, quiet, was_given
 
 FILE = "eval.json"
 MAX_TOKENS, CONTEXT, PROMPT_ROOM = 512, 2048, 1024
@@ -114,7 +114,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
             from lowmem_grpo.runs.views.tables import show_result
 
             show_result(result, subject.note, show)
-            click.echo(f"all answers: {folder / FILE}")
+            echo(f"all answers: {folder / FILE}")
 
 
 def check_source(chosen: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ def tokens_of_run(subject: Candidate) -> int | None:
     longest = config.get("max_completion_length") if isinstance(config, dict) else None
     if not isinstance(longest, int):
         return None
-    click.echo(f"answers of up to {longest} tokens, as the run was trained; --max-tokens changes it", err=True)
+    echo(f"answers of up to {longest} tokens, as the run was trained; --max-tokens changes it", err=True)
     return longest
 
 

@@ -8,7 +8,7 @@ import click
 
 from lowmem_grpo.models.export.gguf import TYPES, find_converter
 from lowmem_grpo.runs.files import check_place
-from lowmem_grpo.runs.views.terminal import UserPath, plain_errors, quiet
+from lowmem_grpo.runs.views.terminal import UserPath, echo, plain_errors, quiet
 from lowmem_grpo.utils import size_text
 
 DEVICE = re.compile(r"cpu|mps|(cuda|xpu)(:\d+)?")
@@ -49,7 +49,7 @@ def export(
 
         done = export(run, kind, out, ExportSettings(**chosen), unfinished, overwrite, repo, private=not public)
     for line in summary(done):
-        click.echo(line)
+        echo(line)
 
 
 def check_asked(

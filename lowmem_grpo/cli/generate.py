@@ -1,13 +1,14 @@
 """`lowmem-grpo generate`: ask a model one question, or watch it play an episode of a recipe."""
 
 import json
+import sys
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 import click
 
-from lowmem_grpo.runs.views.terminal import UserPath, plain_errors, quiet
+from lowmem_grpo.runs.views.terminal import UserPath, plain_errors, quiet, visible
 
 MAX_TOKENS = 256
 
@@ -84,4 +85,5 @@ def answer(
     (output,) = loaded.fast_generate([[{"role": "user", "content": prompt}]], params, request)
     for completion in output.outputs:
         record = {"text": completion.text, "tokens": len(completion.token_ids), "finish": completion.finish_reason}
-        click.echo(json.dumps(record) if as_json else completion.text)
+        said = visible(completion.text) if sys.stdout.isatty() else completion.text  # a file gets what was sampled
+        click.echo(json.dumps(record) if as_json else said)

@@ -18,7 +18,7 @@ from lowmem_grpo import recipes
 from lowmem_grpo.data.files import ONE_ROW, first_rows, has_one_row, is_file_name, refuse_unreadable
 from lowmem_grpo.recipes.tasks.arithmetic import problems
 from lowmem_grpo.runs.files import free_bytes
-from lowmem_grpo.runs.views.terminal import UserPath, plain_errors
+from lowmem_grpo.runs.views.terminal import UserPath, echo, plain_errors
 
 if TYPE_CHECKING:
     from lowmem_grpo.recipes.new_recipe import NewRecipe
@@ -59,7 +59,7 @@ def new(name: str, agent: bool, out: Path, overwrite: bool, **chosen: Any) -> No
         if recipe.exists() and (not overwrite or not recipe.is_file()):
             raise ValueError(f"{recipe} is there already; choose another name, or replace it with --overwrite")
         write = write_agent if agent else write_example if chosen["data"] is None else write_for_data
-        click.echo("\n".join(write(name, out, **chosen)))
+        echo("\n".join(write(name, out, **chosen)))
 
 
 def check_name(name: str, out: Path) -> None:
@@ -135,7 +135,7 @@ def write_for_data(name: str, out: Path, data: str, split: str, **chosen: Any) -
     rows: list[dict[str, Any]] = []
     told = []
     if not is_file:
-        click.echo(f"looking at {data} on the hub ...", err=True)
+        echo(f"looking at {data} on the hub ...", err=True)
     try:
         rows = first_rows(data, split, LOOKED)
     except OSError as error:

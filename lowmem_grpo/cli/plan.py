@@ -11,7 +11,7 @@ import click
 
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES
 from lowmem_grpo.memory.layer_forms import FP8
-from lowmem_grpo.runs.views.terminal import UserPath, columns, plain_errors, was_given
+from lowmem_grpo.runs.views.terminal import UserPath, columns, echo, plain_errors, was_given
 from lowmem_grpo.utils import check_given, size_text, up_to
 
 MOST_PROMPTS = 100_000  # the most prompts of a step
@@ -72,7 +72,7 @@ def plan(
         settings["engine"] = settings["engine"] or engine_of(card)
         said = planned_as(config, model, settings["engine"])
         if not settings["load_in_fp8"] and stored_in_fp8(config):
-            click.echo(f"{model} is stored in FP8, in which its weights are held", err=True)
+            echo(f"{model} is stored in FP8, in which its weights are held", err=True)
             settings["load_in_fp8"] = True
         asked = RunSettings(checkpointing=CHECKPOINTING[checkpointing], **settings)
         check_given({"prompts": prompts}, {"prompts": up_to(MOST_PROMPTS)})
@@ -97,7 +97,7 @@ def plan(
             from lowmem_grpo.runs.views.tables import show
 
             show(memory, longest, time=time)
-            click.echo("\n".join(f"{name}: {words}" for name, words in said.items()))
+            echo("\n".join(f"{name}: {words}" for name, words in said.items()))
     if not memory.fits:
         raise SystemExit(1)
 
@@ -131,7 +131,7 @@ def doctor(as_json: bool) -> None:
         checkup = examine()
     finally:
         logging.disable(logging.NOTSET)
-    click.echo(json.dumps(checkup.to_dict(), indent=2) if as_json else "\n".join(report(checkup)))
+    echo(json.dumps(checkup.to_dict(), indent=2) if as_json else "\n".join(report(checkup)))
     if not checkup.can_train:
         raise SystemExit(1)
 

@@ -20,6 +20,7 @@ from lowmem_grpo.recipes.recipe_file import find_recipe
 from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
 from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
 from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
+from lowmem_grpo.runs.views.terminal import visible
 from lowmem_grpo.trainer.play import Play
 from lowmem_grpo.types import Rollout
 
@@ -113,7 +114,7 @@ def ask() -> str:
 
 
 def say(who: str, text: str) -> None:
-    click.echo(click.style(f"{who}: ", fg=COLOURS.get(who, "yellow"), bold=True) + text)
+    click.echo(click.style(f"{who}: ", fg=COLOURS.get(who, "yellow"), bold=True) + visible(text))
 
 
 def ended(who: str, rollout: Rollout, right: bool | None) -> str:

@@ -1,5 +1,6 @@
 """`lowmem-grpo run`, `report`, and the commands for a server's jobs: `submit`, `jobs`, `logs`, `cancel`, `resume`."""
 
+import codecs
 import json
 import re
 import sys
@@ -15,7 +16,7 @@ from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.recipe_file import find_recipe, is_recipe_file, run_module, unknown_recipe
 from lowmem_grpo.runs.files import check_place
 from lowmem_grpo.runs.records import RunRecords
-from lowmem_grpo.runs.views.terminal import UserPath, columns, fitting, plain_errors, quiet
+from lowmem_grpo.runs.views.terminal import UserPath, columns, echo, fitting, plain_errors, quiet, visible
 
 if TYPE_CHECKING:
     from lowmem_grpo.server.server_dir import ServerClient
@@ -151,20 +152,23 @@ def logs(number: int, server: Path, follow: bool) -> None:
     """Print the output of job NUMBER."""
     with plain_errors():
         at, offset, said = remote(server), 0, ""
+        text = codecs.getincrementaldecoder("utf-8")("replace")
         while True:
             job = at.get(f"/jobs/{number}")  # before the log, so that the log of an ended job is complete
             while piece := at.ask(f"/jobs/{number}/log?from={offset}"):
                 offset += len(piece)
+                if sys.stdout.isatty():  # the log is a program's of another user, for the server's owner
+                    piece = visible(text.decode(piece).replace("\r", "\n")).encode()
                 sys.stdout.buffer.write(piece)
                 sys.stdout.buffer.flush()
             if not follow or job["state"] in OVER:
                 break
             if job["state"] == "waiting" and job["why"] != said:
                 said = job["why"]
-                click.echo(f"job {number} {said if said.startswith('waits') else f'waits: {said}'}", err=True)
+                echo(f"job {number} {said if said.startswith('waits') else f'waits: {said}'}", err=True)
             time.sleep(EVERY)
         if follow:
-            click.echo(f"job {number} is {job['state']}{': ' + job['why'] if job['why'] else ''}", err=True)
+            echo(f"job {number} is {job['state']}{': ' + job['why'] if job['why'] else ''}", err=True)
             raise SystemExit(0 if job["state"] == "done" else 1)
 
 
@@ -175,7 +179,7 @@ def cancel(number: int, server: Path) -> None:
     """Take job NUMBER out of the queue. A running job finishes its step and saves, so that it can be resumed."""
     with plain_errors():
         job = remote(server).post(f"/jobs/{number}/cancel", {})
-        click.echo(f"job {number}: {job['why']}")
+        echo(f"job {number}: {job['why']}")
 
 
 @click.command(context_settings={"ignore_unknown_options": True}, short_help="Let a job go on from its checkpoint.")
@@ -186,7 +190,7 @@ def resume(number: int, options: tuple[str, ...], server: Path) -> None:
     """Queue job NUMBER again, to continue from its last checkpoint. OPTIONS such as max_steps=500 are added."""
     with plain_errors():
         job = remote(server).post(f"/jobs/{number}/resume", {"options": list(options)})
-        click.echo(f"job {number}: {job['state']}")
+        echo(f"job {number}: {job['state']}")
 
 
 def seconds_of(text: str) -> float:

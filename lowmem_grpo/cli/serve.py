@@ -1,5 +1,6 @@
 """`lowmem-grpo serve`: serves one card over HTTP; `watch`: serves a live page of runs that were started elsewhere."""
 
+import logging
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ import click
 
 from lowmem_grpo.config.launcher import one_process
 from lowmem_grpo.models.stored_model import find, public_name
-from lowmem_grpo.runs.views.terminal import UserPath, plain_errors
+from lowmem_grpo.runs.views.terminal import BetweenWords, CurrentStderr, UserPath, plain_errors
 from lowmem_grpo.utils import is_adapter
 
 LACKING = "`lowmem-grpo {}` needs fastapi and uvicorn: pip install 'lowmem-grpo[serve]'"
@@ -28,7 +29,8 @@ HOST = click.option(
               help="A file with further users: a line NAME KEY for each. The word `jobs` after KEY lets the user "
               "submit jobs. Limits after KEY, such as models=8, are for this user.")
 @click.option("--limits", default="", help="Limits of each key. The defaults are \"requests=4096 bodies=1GiB "
-              "storage=100GiB models=64\": unanswered requests, bytes of stored requests, bytes on disk, and models.")
+              "storage=100GiB models=64 sessions=1024 samplers=16384\": unanswered requests, bytes of stored "
+              "requests, bytes on disk, models, sessions of clients, and sampling sessions.")
 @click.option("--model", type=UserPath(str),
               help="A model for clients of the Tinker protocol to train: its name on the hub, or a folder.")
 @click.option("--max-seq-length", default=2048, show_default=True, type=click.IntRange(2),
@@ -59,7 +61,14 @@ def serve(
             from lowmem_grpo.server.jobs.routes import JobsSource, jobs_router
             from lowmem_grpo.server.page.page import Page, page_app
             from lowmem_grpo.server.requests import Limits
-            from lowmem_grpo.server.server import ended_by_signals, is_loopback, made_for, make_server_app, open_socket
+            from lowmem_grpo.server.server import (
+                REPEATS,
+                ended_by_signals,
+                is_loopback,
+                made_for,
+                make_server_app,
+                open_socket,
+            )
 
             if model is not None:  # imports torch, which a queue alone does not need
                 from lowmem_grpo.server.tinker.serving import serve_model
@@ -67,6 +76,9 @@ def serve(
             raise ImportError(f"{LACKING.format('serve')} ({error})") from error
         from lowmem_grpo.server.users import OWNER, Allowance, SignIn, User, Users, read_users
 
+        (log := CurrentStderr()).addFilter(REPEATS)
+        log.setFormatter(BetweenWords("%(message)s"))
+        logging.basicConfig(level=logging.WARNING, handlers=[log])
         usual = Allowance().but(limits.split())
         others = [] if key_file is None else read_users(key_file, usual)
         own = {user.name: user.allowance for user, _ in others if user.allowance}
@@ -81,8 +93,9 @@ def serve(
             queue = JobQueue(database, home.jobs)
             dispatcher = Dispatcher(queue, recipes)
             served = None if model is None else serve_model(
-                model, database, home.folder / "models", defaultdict(lambda: usual, own), load_in_4bit=load_in_4bit,
-                load_in_fp8=load_in_fp8, max_seq_length=max_seq_length, offload_embedding=offload_embedding)
+                model, database, home.models, defaultdict(lambda: usual, own), not others,
+                load_in_4bit=load_in_4bit, load_in_fp8=load_in_fp8, max_seq_length=max_seq_length,
+                offload_embedding=offload_embedding)
             users, everywhere = Users(address.key, others), not is_loopback(host)
             routers = {"/jobs": jobs_router(queue, partial(checked, recipes)), **(served.routers() if served else {})}
             app = make_server_app(routers, users, Limits(), everywhere)
@@ -129,19 +142,25 @@ def checked(recipes: Path | None, recipe: str, options: list[str]) -> None:
     from lowmem_grpo.cli.options import check_recipe
     from lowmem_grpo.recipes.recipe_file import unknown_recipe
 
+    name, folder = recipe, ""
     if recipe.endswith(".py"):
         if recipes is None or not (recipes / recipe).is_file():
             names = sorted(path.name for path in recipes.glob("*.py")) if recipes is not None else []
             where = ("has none (--recipes FOLDER gives it some)" if recipes is None
                      else f"has {', '.join(names) or 'no files'}")
             raise ValueError(f"there is no recipe file {recipe!r} on the server, which {where}")
-        recipe = str(recipes / recipe)
+        recipe, folder = str(recipes / recipe), str(recipes)
     elif problem := unknown_recipe(recipe):
         raise ValueError(problem)
     try:
         check_recipe(recipe, options)
-    except click.ClickException as error:
-        raise ValueError(error.format_message()) from error
+    except (click.ClickException, ValueError, OSError) as error:  # clients are not told where the server's files lie
+        words = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        for own, said in ((recipe, name), (folder, "the folder of recipes"), (str(Path.home()), "~")):
+            words = words.replace(own, said) if own else words
+        raise ValueError(words) from error
+    except SystemExit as error:  # a syntax error, which would end the server
+        raise ValueError(f"the recipe file {name} has a syntax error; the server's log shows it") from error
 
 
 def visible_name(host: str) -> str:

@@ -66,7 +66,8 @@ class SamplingParams(metaclass=CheckedCall):
     unsupported = FIXED  # the table that `CheckedCall` reads
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        "n": COUNT, "temperature": utils.TEMPERATURE, "top_p": number("in (0, 1]", lambda value: 0 < value <= 1),
+        "n": COUNT, "temperature": utils.TEMPERATURE,
+        "top_p": number("in (0, 1], 1e-6 or above", lambda value: 1e-6 <= value <= 1),
         "top_k": number("-1 or 0 (off), or above", lambda value: value >= -1 and value % 1 == 0),
         "min_p": number("in [0, 1]", lambda value: 0 <= value <= 1), "max_tokens": COUNT,
         "stop": (f"{TEXTS[0]}, none of them empty", lambda value: TEXTS[1](value) and "" not in (value, *value)),

@@ -104,7 +104,7 @@ def value_of(text: str) -> Any:
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text)
-        except (ValueError, SyntaxError, RecursionError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
     return text
 

@@ -111,7 +111,7 @@ class ExampleEncoder(PromptEncoder):
             raise DataError(f"chat_template_kwargs is {own!r}; it must be {TEMPLATE_VARIABLES[0]}")
         try:
             tools = json.loads(tools) if isinstance(tools, str) and tools else tools
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"tools is a text that is no JSON ({error}): make it a list of schemas, or JSON") from error
         listed = {"tools": tools} if tools else {}
         return {**self.template_kwargs, **own, **listed, **({} if self.continues else NEW_TURN)}

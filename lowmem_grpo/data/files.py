@@ -62,7 +62,7 @@ def has_one_row(path: Path) -> bool:
             if kind == ".csv":
                 return len([*islice((row for row in csv.reader(file) if row), 3)]) == 2  # with the header
             held = json.loads(file.read()) if kind == ".json" and path.stat().st_size < CHUNK else None
-        except (ValueError, csv.Error):  # such as a cell that is too long for the reader
+        except (ValueError, RecursionError, csv.Error):  # such as a cell that is too long for the reader
             return False
         return isinstance(held, list) and len(held) == 1
 
@@ -79,6 +79,8 @@ def check_rows(path: Path) -> None:
         return
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except RecursionError:
+        raise OSError(f"no rows from {str(path)!r}: a row is nested too deeply") from None
     except ValueError:
         return  # the library says what is wrong with it
     for name, held in content.items():
@@ -115,6 +117,8 @@ def broken_line(path: Path, most: int | None = None) -> str:
             try:
                 if line.strip() and not isinstance(json.loads(line), dict):
                     return f"line {number} is not a JSON object: {line.strip():.60}"
+            except RecursionError:
+                return f"line {number} is nested too deeply"
             except ValueError as error:
                 return f"line {number} is not JSON: {error}"
     return ""

@@ -60,13 +60,11 @@ class StandIns:
         everything = repr(messages) + marks.template
         while self.stem in everything:
             self.stem += "q"
-        self.texts: list[str] = []  # what each word stands for
+        self.texts: dict[str, int] = {}  # what each word stands for, with the word's number
         self.words = re.compile(self.stem + r"(\d+)e")
 
     def word(self, text: str) -> str:
-        if text not in self.texts:
-            self.texts.append(text)
-        return f"{self.stem}{self.texts.index(text)}e"
+        return f"{self.stem}{self.texts.setdefault(text, len(self.texts))}e"
 
     def defused(self, message: Message) -> Message:
         """Return a message with words in place of special and added tokens. Assistant messages keep added tokens that
@@ -85,9 +83,9 @@ class StandIns:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a rendered text, with each stand-in word replaced by the split text that it stands for."""
         first, *rest = self.words.split(text)
-        pieces = [first]
+        pieces, texts = [first], list(self.texts)
         for number, after in zip(rest[::2], rest[1::2], strict=True):
-            letters = self.texts[int(number)]
+            letters = texts[int(number)]
             begin, *more = ["", *letters, ""] if self.whole else [letters[:1], letters[1:]]
             pieces[-1] += begin
             pieces += more

@@ -20,6 +20,7 @@ from torch import Tensor
 from lowmem_grpo.losses.loss_types import sequence_sums
 
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+LARGEST = torch.finfo(torch.float32).max
 OFF_POLICY = ("logprobs", "advantages")
 ELSEWHERE = {
     "stable_reinforce": "its formula is not public; pass loss_fn=\"importance_sampling\", or \"cispo\"",
@@ -61,8 +62,8 @@ def checked_settings(name: str, config: Mapping[str, float | str]) -> dict[str, 
         if key not in allowed:
             raise ValueError(f"loss_fn_config has {key!r}, which {name} does not take; it takes "
                              f"{', '.join(allowed) or 'no settings'}")
-        if isinstance(value, str) or not 0 <= value < float("inf"):
-            raise ValueError(f"loss_fn_config[{key!r}] is {value!r}; it must be a number, at least 0")
+        if isinstance(value, str) or not 0 <= value <= LARGEST:
+            raise ValueError(f"loss_fn_config[{key!r}] is {value!r}; it must be a number from 0 to {LARGEST:g}")
     settings = {**allowed, **{key: float(value) for key, value in config.items()}}
     if "clip_low_threshold" in settings and settings["clip_low_threshold"] > settings["clip_high_threshold"]:
         raise ValueError(f"clip_low_threshold is {settings['clip_low_threshold']:g} and clip_high_threshold "

@@ -2,10 +2,12 @@
 
 import difflib
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 from lowmem_grpo.memory import families, layer_forms
 from lowmem_grpo.memory.families import Family
 from lowmem_grpo.memory.layer_forms import DeltaForm, ExpertForm, LayerForm, Linear
+from lowmem_grpo.utils import OF_KINDS, POSITIVE, TEXTS, TRUTH, WHOLE, Rule, at_least, check_given, number, one_of
 
 PAGED_BLOCK = 16  # tokens in a block of vLLM's KV cache on a GPU
 NESTED_WEIGHTS = layer_forms.BLOCK * layer_forms.NESTED_BLOCK  # weights per nested scale
@@ -251,6 +254,32 @@ class ModelShape:
         return block * -(-self.delta.state_bytes // (block * 2 * itemsize * self.keys))
 
 
+OBJECT: Rule = ("an object of fields", lambda value: isinstance(value, dict))
+SIZES: Rule = ("a whole number, at least 1, or a list of them", lambda value: all(
+    WHOLE[1](each) and each > 0 for each in (value if isinstance(value, list) and value else [value])))
+OF_CONFIG: dict[str, Rule] = {  # fields of config.json; what is missing or null is the family's default
+    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+                     "max_position_embeddings"), at_least(1, int)),
+    **dict.fromkeys(("intermediate_size", "num_key_value_heads", "head_dim"), SIZES),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "rope_theta", "partial_rotary_factor"), POSITIVE),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config", "text_config"), OBJECT),
+    **dict.fromkeys(("model_type", "hidden_act"), OF_KINDS[str]), "tie_word_embeddings": TRUTH,
+    "architectures": TEXTS, "layer_types": TEXTS,
+}
+OF_OTHERS: dict[str, dict[str, Rule]] = {  # the same for the files beside it
+    "generation_config.json": {},
+    "tokenizer_config.json": {
+        "model_max_length": number("above 0", lambda value: value > 0), "padding_side": one_of("left", "right"),
+        "chat_template": ("a text, or a list of named texts", lambda value: isinstance(value, str | list | dict)),
+        **dict.fromkeys(("eos_token", "pad_token"), ("a text", lambda value: isinstance(value, str | dict))),
+    },
+}
+ROPE: dict[str, Rule] = {  # in all layers, or in a kind of layers
+    **dict.fromkeys(("factor", "rope_theta", "partial_rotary_factor"), POSITIVE),
+    **dict.fromkeys(("rope_type", "type"), OF_KINDS[str]),
+}
+
+
 def named_shapes() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in SHAPES.iterdir())
 
@@ -286,11 +315,53 @@ def plain_name(name: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the fields of a config.json; ValueError if it cannot be read, with the reason."""
+    """Return the fields of a config.json, and check it and the other settings beside it; ValueError names the file, and
+    the field that no model can have so."""
+    fields = read_fields(path, check_fields)
+    text = fields.get("text_config") or fields
+    read_fields(path, lambda _: check_fields(text))
+    for name, rules in OF_OTHERS.items():
+        if (beside := path.with_name(name)).is_file():
+            read_fields(beside, partial(check_others, rules, text.get("vocab_size")))
+    return fields
+
+
+def read_fields(path: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as a model's config.json: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as a model's {path.name}: {error}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{path} holds no object of fields; a model's config.json is needed")
+        raise ValueError(f"{path} holds no object of fields; a model's {path.name} is needed")
+    try:
+        check(fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return fields
+
+
+def check_others(rules: Mapping[str, Rule], vocabulary: int | None, fields: dict[str, Any]) -> None:
+    check_given({name: fields.get(name) for name in rules}, rules)
+    check_ends(fields, vocabulary)
+
+
+def check_fields(fields: Any) -> None:
+    """Raise ValueError for a field of a config that would end in a division by zero, in NaN or in a wrong type."""
+    check_given({name: fields.get(name) for name in OF_CONFIG}, OF_CONFIG)
+    for name in ("rope_parameters", "rope_scaling"):
+        whole = fields.get(name) or {}
+        for rope in filter(OBJECT[1], (whole, *whole.values())):
+            check_given({f"{name}.{part}": rope.get(part) for part in ROPE},
+                        {f"{name}.{part}": rule for part, rule in ROPE.items()})
+    heads, groups, vocabulary = (fields.get(name) for name in ("num_attention_heads", "num_key_value_heads",
+                                                               "vocab_size"))
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise ValueError(f"num_key_value_heads is {groups}, of which num_attention_heads, {heads}, is no multiple")
+    check_ends(fields, vocabulary)
+
+
+def check_ends(fields: dict[str, Any], vocabulary: int | None) -> None:
+    ends = fields.get("eos_token_id")
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is not None and not (WHOLE[1](end) and 0 <= end < (vocabulary or math.inf)):
+            raise ValueError(f"eos_token_id has {end!r}; token ids are 0 to {(vocabulary or 2**31) - 1}")

@@ -12,10 +12,9 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 
-from lowmem_grpo.config.loading import GET_PEFT_MODEL, LORA
+from lowmem_grpo.config.loading import GET_PEFT_MODEL
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, GATE_UP, SPLIT, family_of, has_experts
-from lowmem_grpo.runs.adapter_file import beyond_lora, starts_plainly
-from lowmem_grpo.utils import check_given, require
+from lowmem_grpo.runs.adapter_file import beyond_lora, check_patterns, check_values, starts_plainly
 
 logger = logging.getLogger(__name__)
 ALL_LINEAR = [*SPLIT, "o_proj", *GATE_UP, "down_proj"]
@@ -83,17 +82,6 @@ def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude
     return paths
 
 
-def check_values(config: Any) -> None:
-    """Raise ValueError, with the option's name, for a value that PEFT cannot use or that trains nothing (dropout 1)."""
-    check_given(vars(config), {name: rule for name, rule in LORA.items() if hasattr(config, name)})
-    for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        for key, value in ({"": getattr(config, name)} | (getattr(config, pattern) or {})).items():
-            require(f"{pattern}[{key!r}]" if key else name, value, LORA[name])
-    require("lora_dropout", config.lora_dropout, LORA["lora_dropout"])
-    if config.bias != "none":
-        raise ValueError(f'bias={config.bias!r}: only "none" is supported')
-
-
 def check_plain(config: Any) -> None:
     """Raise TypeError for anything but a LoraConfig. Raise ValueError, with the option's name, if the config asks for
     more than LoRA on linear layers of a causal language model."""
@@ -102,6 +90,8 @@ def check_plain(config: Any) -> None:
     if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):
         raise ValueError(f'peft_config: task_type is {config.task_type!r}; allowed is "CAUSAL_LM"')
     check_values(config)
+    if config.bias != "none":
+        raise ValueError(f'bias={config.bias!r}: only "none" is supported')
     settings = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     variant = next((name for name in ("use_dora", "lora_bias") if settings[name]), beyond_lora(settings))
     if variant is not None:
@@ -148,7 +138,9 @@ def check_orthogonal(ranks: list[int], adapted: dict[str, Any]) -> None:
 
 
 def adapted_layers(model: Any, config: LoraConfig) -> dict[str, Any]:
-    """Return {path: module} of the modules that PEFT adapts with these settings."""
+    """Return {path: module} of the modules that PEFT adapts with these settings. ValueError for patterns that take for
+    ever."""
+    check_patterns(config, (path for path, _ in model.named_modules()), "LoRA")
     if config.target_modules == "all-linear":
         head = model.get_output_embeddings()
         linear = [path for path, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
@@ -203,10 +195,7 @@ def paths_of(model: PreTrainedModel, pattern: str, exclude: Targets = None) -> l
     """Return the paths of the modules that a pattern matches and `exclude` does not; ValueError if there are none, or
     one is not a linear layer."""
     allowed = 'allowed are a list of names, "all-linear", and a pattern of whole paths, such as ".*\\.(q|v)_proj"'
-    try:
-        named = adapted_layers(model, LoraConfig(target_modules=pattern, exclude_modules=exclude))
-    except re.error as error:
-        raise ValueError(f"target_modules is {pattern!r}, no regular expression ({error}); {allowed}") from error
+    named = adapted_layers(model, LoraConfig(target_modules=pattern, exclude_modules=exclude))
     other = next((path for path, module in named.items() if not isinstance(module, nn.Linear)), None)
     if other is not None or not named:
         problem = "no module's whole path" if other is None else f"{other or 'the model'!r}, which is no linear layer"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -26,6 +27,7 @@ from transformers.utils import logging as their_logging
 
 from lowmem_grpo.memory.families import check_family, family_of, has_experts, with_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
+from lowmem_grpo.memory.model_shape import read_config
 from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.card_check import check_dtype
@@ -51,6 +53,10 @@ EXPERTS_STAY = ("{!r} is a mixture of experts{}. Only linear layers would be qua
                 "in 16 bits, load_in_4bit=False: its experts stay frozen, and LoRA goes on its attention")
 STORED_EXPERTS = ("{!r} is a mixture of experts that is stored in {}, and its experts are not read in this form. Take "
                   "its checkpoint in 16 bits (in its name there is no {}), and load it with load_in_4bit=True")
+DAMAGE = ("{!r} cannot be loaded ({}: {}): a field of its config.json, generation_config.json or tokenizer_config.json "
+          "has a wrong type or value; fetch the model again")
+DAMAGED = (TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RecursionError,
+           StrictDataclassError)
 BY_LENGTH = ("dynamic", "longrope")  # RoPE types whose frequencies transformers recomputes in forward passes
 FIXED = "default"  # RoPE type whose frequencies it leaves as they are
 
@@ -95,6 +101,8 @@ class Pretrained:
 
     def parts(self) -> tuple[Any, dict[str, str]]:
         """Return the config of the model to load, and the new names of stored tensors if it is only the text part."""
+        if (Path(self.path) / "config.json").is_file():
+            read_config(Path(self.path) / "config.json")  # raises for values that no model can have
         whole = AutoConfig.from_pretrained(self.path, trust_remote_code=False, **self.options)
         return text_part(whole), text_names(whole)
 
@@ -120,9 +128,18 @@ class Pretrained:
         except ValueError as error:
             if "Unrecognized configuration class" in str(error):
                 raise ValueError(NO_TEXT.format(self.name)) from error
+            if "does not recognize this architecture" in str(error):
+                raise ValueError(f"{self.name!r}: {first_line(error)}") from error
             if "trust_remote_code" not in str(error):
                 raise
             raise ValueError(OWN_CODE.format(self.name)) from error
+        except RuntimeError as error:
+            if not any(words in str(error) for words in ("ignore_mismatched_sizes", "Storage size calculation")):
+                raise
+            raise ValueError(f"the weights of {self.name!r} do not have the sizes of its config.json: one of them is "
+                             "of another model; fetch it again") from error
+        except DAMAGED as error:
+            raise ValueError(DAMAGE.format(self.name, type(error).__name__, first_line(error))) from error
 
 
 def read_model(path: str, config: Any, names: dict[str, str], **options: Any) -> Any:

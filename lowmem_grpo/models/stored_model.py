@@ -6,7 +6,6 @@ that a wrong name or an unsupported checkpoint is refused at once.
 """
 
 import copy
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Any
 from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16
 from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.model_shape import named_config, read_config
-from lowmem_grpo.utils import is_adapter
+from lowmem_grpo.utils import JsonError, is_adapter, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -101,11 +100,31 @@ def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None 
     if not file.is_file():
         return
     fields = read_config(file)
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (file.parent / index).is_file():
+            indexed_files(file.parent / index)
     check_family(fields, name)
     stored_form(fields, name)
     refuse_longer(max_seq_length, (fields.get("text_config") or fields).get("max_position_embeddings"))
     if str(dtype).removeprefix("torch.") == "float16":
         check_float16(fields)
+
+
+def indexed_files(index: Path) -> dict[str, Path]:
+    """Return {tensor: its file} of a model's index. ValueError for a damaged index, and for files outside its folder:
+    the folder may come from others. A link of the hub's cache leads to the files of the same model."""
+    folder = index.parent.resolve()
+    inside = folder.parent.parent if folder.parent.name == "snapshots" else folder
+    try:
+        places = read_json(index.read_bytes())
+    except JsonError as error:
+        raise ValueError(f"{index}: {error}; download the model again") from None
+    names = places.get("weight_map") if isinstance(places, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{index} is no index of a model: weight_map must name a file for each tensor")
+    if out := next((name for name in {*names.values()} if not (folder / name).resolve().is_relative_to(inside)), None):
+        raise ValueError(f"{index} names {out!r}, which lies outside of its folder; put the model's files into it")
+    return {name: index.parent / file for name, file in names.items()}
 
 
 def refuse_longer(max_seq_length: int | None, longest: int | None) -> None:
@@ -122,8 +141,7 @@ def weight_files(folder: Path) -> tuple[list[Path], list[str]]:
     first = next((name for name in (named, SINGLE, INDEX, *PICKLED) if name and (folder / name).is_file()), None)
     files = [] if first is None else [folder / first]
     if first is not None and first.endswith(".index.json"):
-        shards = json.loads((folder / first).read_text("utf-8"))["weight_map"].values()
-        files = [folder / name for name in sorted(set(shards))]
+        files = sorted(set(indexed_files(folder / first).values()))
         if missing := [file.name for file in files if not file.is_file()]:
             raise OSError(f"{folder} is not a whole model: {missing[0]} is missing")
     kinds = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pth", "*.index.json")

@@ -121,60 +121,60 @@ class ParityGate:
         """Return metrics of the difference on some groups; ParityError if its mean is above what is allowed. Tokens
         with NaN or infinite log-probabilities are left out, with a warning."""
         chosen = list(islice(groups, GROUPS))
-        found = self.finite(self.recompute(chosen))
-        if self.of_rounding and self.above(found):
-            found = self.finite(self.recompute(chosen, rounding=True), warn=False)
-        if found.sampled.numel() == 0:
+        compared = self.finite(self.recompute(chosen))
+        if self.of_rounding and self.above(compared):
+            compared = self.finite(self.recompute(chosen, rounding=True), warn=False)
+        if compared.sampled.numel() == 0:
             return {}
-        self.judge(found)
-        difference, moved = found.difference, found.recomputed - found.sampled
+        self.judge(compared)
+        difference, moved = compared.difference, compared.recomputed - compared.sampled
         metrics = {"sampling/parity/mean": difference.mean().item(), "sampling/parity/max": difference.max().item(),
                    "sampling/parity/k3": k3_of(moved).mean().item(),
                    "sampling/parity/ratio": moved.exp().mean().item(),
-                   **({"sampling/parity/rounding": found.rounding.mean().item()} if found.rounding.any() else {}),
-                   **({"sampling/parity/later_turns": difference[found.later].mean().item()} if found.later.any()
+                   **({"sampling/parity/rounding": compared.rounding.mean().item()} if compared.rounding.any() else {}),
+                   **({"sampling/parity/later_turns": difference[compared.later].mean().item()} if compared.later.any()
                       else {})}
         if not self.advised:
             logger.warning("%s", advice(self.cache_dtype, metrics, self.correction, self.mismatch.bound))
         self.advised = True
         return metrics
 
-    def finite(self, found: Compared, warn: bool = True) -> Compared:
+    def finite(self, compared: Compared, warn: bool = True) -> Compared:
         """Return the tokens whose log-probabilities are finite, on both sides."""
-        finite = (found.sampled - found.recomputed).isfinite()
+        finite = (compared.sampled - compared.recomputed).isfinite()
         if warn and (lost := int(finite.logical_not().sum())):
             logger.warning("the parity check left out %d of %d tokens, whose log-probabilities are NaN or infinite",
                            lost, len(finite))
-        return found.kept(finite)
+        return compared.kept(finite)
 
-    def parts(self, found: Compared) -> Iterator[tuple[str, Compared]]:
+    def parts(self, compared: Compared) -> Iterator[tuple[str, Compared]]:
         """Yield what is judged, with words for it: all tokens, and those of later turns."""
-        yield "", found
-        if found.later.any():
-            yield " of later turns", found.kept(found.later)
+        yield "", compared
+        if compared.later.any():
+            yield " of later turns", compared.kept(compared.later)
 
-    def above(self, found: Compared) -> bool:
+    def above(self, compared: Compared) -> bool:
         """Return whether a mean difference must be explained. If sampling is truncated, none must."""
         return not self.truncates and any(part.difference.mean().item() > self.allowed(part)
-                                          for _, part in self.parts(found))
+                                          for _, part in self.parts(compared))
 
     def allowed(self, part: Compared) -> float:
         """Return the largest mean difference of a healthy sampler over these tokens."""
         rounding, tokens = part.rounding.mean().item(), len(part.rounding)
         return max(self.bound, self.of_rounding * rounding * (1 + FEW / tokens**0.5)) if tokens else self.bound
 
-    def judge(self, found: Compared) -> None:
+    def judge(self, compared: Compared) -> None:
         """Raise ParityError if a mean difference exceeds what is allowed. Log once if only rounding explains it."""
         if self.truncates:
             return
-        for whose, part in self.parts(found):
+        for whose, part in self.parts(compared):
             mean, most, allowed = part.difference.mean().item(), part.difference.max().item(), self.allowed(part)
             rounded = part.rounding.mean().item()
             said = (f"the sampler's log-probabilities differ from the trainer's by {mean:.4f} on average over "
                     f"{len(part.sampled)} tokens{whose} (largest {most:.4f})")
             if not mean <= allowed:
-                first = found.kept(~found.later)
-                between = found.later.any() and not first.difference.mean().item() > self.allowed(first)
+                first = compared.kept(~compared.later)
+                between = compared.later.any() and not first.difference.mean().item() > self.allowed(first)
                 limit = f"{self.bound} (parity_bound)" if allowed == self.bound else (
                     f"{allowed:.4f}, as rounding alone changes the trainer's own by {rounded:.4f} (parity_bound sets "
                     "another bound)")

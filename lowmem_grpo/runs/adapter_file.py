@@ -1,8 +1,12 @@
 """Loads a saved LoRA adapter, and checks that it is complete, finite and fits the model."""
 
+import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lowmem_grpo import utils
+from lowmem_grpo.config.loading import LORA
 from lowmem_grpo.config.unsupported import is_off
 from lowmem_grpo.runs.saved_adapter import ADAPTER_FILE, AdapterError, adapter_settings, check_adapter_folder
 
@@ -28,6 +34,23 @@ ANY = frozenset((  # settings that may have any value; those without a comment a
     "eva_config", "loftq_config", "corda_config", "lora_ga_config",  # only used at initialization
     "fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying",  # no effect on LoRA on linear layers
 ))
+OF_FILES = LORA | {  # rules for the settings in a file: PEFT also saves what is not trained here
+    "lora_alpha": utils.number("from -1e9 to 1e9", lambda value: abs(value) <= 1e9), "lora_dropout": utils.SHARE,
+    **dict.fromkeys(("use_dora", "lora_bias", "fan_in_fan_out", "inference_mode"), utils.TRUTH),
+    **dict.fromkeys(("task_type", "base_model_name_or_path", "revision"), utils.OF_KINDS[str]),
+}
+PLAIN = re.compile(r"[\w.-]*", re.ASCII)  # patterns that need no look: nothing in them repeats
+LONGEST = 60  # seconds for a process that matches patterns
+MATCHING = """import json, re, signal, sys
+patterns, names = json.load(sys.stdin)
+if hasattr(signal, "setitimer"):
+    signal.setitimer(signal.ITIMER_VIRTUAL, 1 + len(patterns) * len(names) / 1e4)  # seconds until the kernel kills it
+for place, (how, pattern) in enumerate(patterns):
+    print(place, flush=True)
+    for name in names:
+        getattr(re, how)(pattern, name)
+print("done")
+"""
 MERGE = ("merge it into its base with plain peft (PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload()), save "
          "that, and load it as a model")
 
@@ -41,6 +64,7 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
         tensors = load_file(folder / ADAPTER_FILE)
     except (ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {error}; use an older checkpoint") from error
+    check_patterns(config, layers_of(tensors), f"the adapter in {folder}")
     for name, tensor in sorted(tensors.items()):
         layer, _, part = name.partition(".lora_")
         if f"lora_{part}" not in (*SIDES.values(), "lora_B.bias") or layer.endswith(("lm_head", "embed_tokens")):
@@ -70,11 +94,59 @@ def lora_config(settings: dict[str, Any], folder: Path) -> LoraConfig:
         usual = LoraConfig()
         known = {name: value for name, value in settings.items() if hasattr(usual, name) and name != "runtime_config"}
         config = LoraConfig(**known)
-        check_target_module_exists(config, "")  # raises for invalid names or patterns
-        config.lora_alpha / max(config.r, 1)  # raises for what is no number
-    except (TypeError, ValueError, re.error) as error:
+        check_values(config, OF_FILES)
+    except (TypeError, ValueError, RecursionError) as error:
         raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings of PEFT: {error}") from error
     return config
+
+
+def check_values(config: Any, rules: Mapping[str, utils.Rule] = LORA) -> None:
+    """Raise ValueError, with the option's name, for a value of a LoraConfig that PEFT cannot use."""
+    utils.check_given(vars(config), {name: rule for name, rule in rules.items() if hasattr(config, name)})
+    for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        for key, value in ({"": getattr(config, name)} | (getattr(config, pattern) or {})).items():
+            utils.require(f"{pattern}[{key!r}]" if key else name, value, rules[name])
+    utils.require("lora_dropout", config.lora_dropout, rules["lora_dropout"])
+
+
+def check_patterns(config: Any, names: Iterable[str], owner: str) -> None:
+    """Raise AdapterError for a regular expression of a LoraConfig that is none, or that PEFT could not match with these
+    names of modules in seconds: nested repetitions take for ever, and nothing can stop Python's `re`. `owner`
+    begins the message."""
+    patterns = patterns_of(config)
+    if not patterns or not (calls := fault_of(tuple(patterns.values()), ("", *sorted({*names})))):
+        return
+    place, fault = calls
+    raise AdapterError(f"{owner} has the pattern {[*patterns][place]}, {fault}. Write it without nested repetitions, "
+                       "or list names")
+
+
+def patterns_of(config: Any) -> dict[str, tuple[str, str]]:
+    """Return {setting: (function of `re`, pattern)} for what PEFT matches, without patterns that match plain names."""
+    layers = config.layers_pattern or []
+    calls = [(f"{name}={value!r:.200}", value, ("fullmatch", value)) for name in ("target_modules", "exclude_modules")
+             if isinstance(value := getattr(config, name), str)]
+    calls += [(f"layers_pattern={each!r:.200}", each, ("match", rf"(?:^|.*?\.){each}\.(?P<idx>\d+)\."))
+              for each in ([layers] if isinstance(layers, str) else layers)]
+    calls += [(f"{name} {key!r:.200}", key, ("match", rf"(.*\.)?({key})$"))
+              for name in ("rank_pattern", "alpha_pattern") for key in getattr(config, name) or ()]
+    return {said: call for said, pattern, call in calls if not PLAIN.fullmatch(pattern)}
+
+
+@lru_cache(16)
+def fault_of(patterns: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> tuple[int, str] | None:
+    """Match each pattern with each name in a process of its own. Return the place of the first pattern that fails, and
+    what is wrong with it; None if all are matched in time."""
+    try:
+        run = subprocess.run([sys.executable, "-I", "-S", "-c", MATCHING], input=json.dumps([patterns, names]),
+                             capture_output=True, text=True, timeout=LONGEST)
+    except subprocess.TimeoutExpired as slow:
+        return len((slow.stdout or b"0").split()) - 1, "which takes too long to match"
+    said = run.stdout.split() or ["0"]
+    if said[-1] == "done":
+        return None
+    words = run.stderr.strip().rpartition("\n")[2].removeprefix("re.error: ") if run.returncode > 0 else ""
+    return int(said[-1]), f"no regular expression ({words})" if words else "which takes too long to match"
 
 
 def starts_plainly(start: Any) -> bool:
@@ -116,6 +188,7 @@ def check_for(model: nn.Module, folder: Path) -> None:
     """Raise AdapterError unless the adapter in `folder` is complete and fits the LoRA layers of `model`."""
     config, tensors = read_adapter(folder)
     saved = layers_of(tensors)
+    check_patterns(config, (name.removeprefix(PREFIX) for name, _ in model.named_modules()), f"the adapter in {folder}")
     held = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     if missing := sorted(saved.keys() - held.keys()):
         raise AdapterError(f"the adapter in {folder} has {len(missing)} layers that the one in the model lacks, "

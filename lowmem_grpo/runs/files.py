@@ -17,6 +17,7 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 ABSENT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.ENOTTY, errno.EPERM}
+OF_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 LOST = {  # what a file system may not know, and what is lost by it
     "flushing a folder": "the files written last may be missing after a power cut",
     "flushing a file": "the files written last may be damaged after a power cut",
@@ -92,7 +93,8 @@ def explained(path: Path, kind: type[Exception] = OSError, option: str = "folder
         if number is None or isinstance(error, ConnectionError | TimeoutError):
             raise
         place, mine = Path(os.fsdecode(getattr(error, "filename", None) or path)).resolve(), path.resolve()
-        if mine in (place, *place.parents) or place in mine.parents or f"/.{mine.name}." in place.as_posix():
+        names_it = mine in (place, *place.parents) or place in mine.parents or f"/.{mine.name}." in place.as_posix()
+        if names_it or number in OF_WRITING:  # a copy names its source, whichever of the two files failed
             raise kind(f"{path} cannot be written: {os.strerror(number)}; "
                        f"{advice(number, 0, free).replace('output_dir', option)}") from error
         raise kind(f"{place} cannot be read: {os.strerror(number)}; nothing was written to {path}") from error

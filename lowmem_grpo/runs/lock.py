@@ -93,6 +93,17 @@ def take(file: int, path: Path) -> None:
         logger.warning("%s was left behind by %s, which ended without releasing the folder", path, said(owner))
 
 
+def try_lock(file: int) -> bool | None:
+    """Lock an open file or folder. Return False if another process has it, None if its file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (OSError, AttributeError):
+        return None
+    return True
+
+
 def is_at(file: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file), path.stat())

@@ -36,10 +36,12 @@ class RunRecords:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.lines: Counter[str] = Counter()  # lines of each file that this run wrote or kept
+        self.sizes: dict[str, int] = {}  # bytes of each file, after it was last written
 
     def start_run(self) -> Path | None:
         """Move a previous run's files into a new folder in `earlier`; return that folder, or None without files."""
         self.lines.clear()
+        self.sizes.clear()
         earlier = self.run_dir / EARLIER
         moving = earlier / ".moving"
         names = [name for name in [*self.checkpoints(), *OF_A_RUN] if os.path.lexists(self.run_dir / name)]
@@ -77,6 +79,7 @@ class RunRecords:
         for name, kept in held.items():
             replace_text(self.run_dir / name, "".join(map(to_line, kept)))
             self.lines[name] = len(kept)
+            self.sizes[name] = (self.run_dir / name).stat().st_size
         return held.get(METRICS, [])
 
     def missing(self, written: dict[str, int]) -> list[str]:
@@ -98,6 +101,19 @@ class RunRecords:
 
     def summary(self, summary: dict[str, Any]) -> None:
         replace_text(self.run_dir / SUMMARY, json.dumps(finite(self.known() | summary), indent=2) + "\n")
+        self.check_lines()
+
+    def check_lines(self) -> None:
+        """Raise RecordError if lines of this run are lost, because a file or the folder was moved, deleted or cut."""
+        for name, size in self.sizes.items():  # not NONFINITE, which no resume needs
+            path = self.run_dir / name
+            try:
+                left = path.stat().st_size if path.is_file() else 0
+            except OSError as error:
+                raise RecordError(refused(path, error, size, None)) from error
+            if left < size:
+                raise RecordError(f"{path} lost lines that this run wrote: the file or its folder was deleted, moved "
+                                  "or cut while the run went on. Put it back, or begin a new run in another output_dir")
 
     def known(self) -> dict[str, Any]:
         """Return the content of summary.json. A broken file does not stop the run: it is renamed, with a warning."""
@@ -117,6 +133,7 @@ class RunRecords:
         """Append lines; if the disk refuses, cut the file back to its former length and raise RecordError."""
         path, texts = self.run_dir / name, [to_line(line) for line in lines]
         text, free = "".join(texts).encode(), free_bytes(path)
+        self.check_lines()
         length = path.stat().st_size if path.exists() else 0
         try:
             with path.open("ab", buffering=0) as file:
@@ -129,6 +146,8 @@ class RunRecords:
                     os.truncate(path, length)
             raise unwritten(path, len(text), free, error) from error
         self.lines[name] += len(texts)
+        if name != NONFINITE:
+            self.sizes[name] = length + len(text)
 
 
 class NoRecords(RunRecords):

@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.runs.records import FINAL, SUMMARY, json_object
-from lowmem_grpo.utils import is_adapter
+from lowmem_grpo.utils import MIB, PATH, TEXT, TRUTH, Rule, check_given, is_adapter, read_json
 
 ADAPTER_FILE = "adapter_model.safetensors"
 FILES = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safetensors", "state.json")
 MANIFEST = "manifest.json"
 BASE_FILE = "base_model.json"  # beside the adapter
+MOST_BYTES = 16 * MIB  # the most that a file of settings has
+OF_BASE: dict[str, Rule] = {
+    "model": PATH, "load_in_4bit": TRUTH, "dtype": TEXT, "revision": TEXT,
+    "load_in_fp8": ('True, False or "block"', lambda value: isinstance(value, bool) or value == "block"),
+}
 BASE_SUFFIXES = ("-bnb-4bit", "-unsloth")  # mark 4-bit copies of the same weights
 
 
@@ -199,7 +204,9 @@ def base_of_adapter(folder: Path) -> BaseRecord:
     own = folder / BASE_FILE
     if own.is_file():
         try:
-            return BaseRecord(**json.loads(own.read_text("utf-8")))
+            record = BaseRecord(**read_json(own.read_bytes(), MOST_BYTES))
+            check_given(asdict(record), OF_BASE)
+            return record
         except (ValueError, TypeError) as error:
             raise ValueError(f"{own} cannot be read ({error}); name the base with --base, and how it was held with "
                              "--load-in-4bit, --fp8 or --16bit") from error
@@ -210,12 +217,14 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     """Return adapter_config.json. AdapterError if it cannot be read, or is not of type LoRA."""
     path = folder / "adapter_config.json"
     try:
-        settings = json.loads(path.read_text("utf-8"))
+        settings = read_json(path.read_bytes(), MOST_BYTES)
     except ValueError as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {path.name}: {error}; use an older checkpoint"
                            ) from error
     if not isinstance(settings, dict):
         raise AdapterError(f"{path} holds no settings; use an older checkpoint")
+    if not isinstance(base := settings.get("base_model_name_or_path") or "", str):
+        raise AdapterError(f"{path}: base_model_name_or_path is {base!r:.80}; it must be a text, or null")
     if settings.get("peft_type") != "LORA":
         raise AdapterError(f"the adapter in {folder} is of type {settings.get('peft_type')}; only LoRA can be loaded")
     return settings

@@ -1,12 +1,12 @@
 """Requests to all endpoints: pydantic bodies, their bounds (`Limits`), and `ChatError`, the reply to a refused one."""
 
-import json
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lowmem_grpo.utils import COUNT, MIB, POSITIVE, Rule, at_least, check_ranges
+from lowmem_grpo.utils import COUNT, MIB, POSITIVE, JsonError, Rule, at_least, check_ranges, read_json
 
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -21,17 +21,11 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
 
-def json_of(body: bytes) -> dict[str, Any]:
-    """Parse a body as a JSON object. ValueError if it is not one."""
-    try:
-        value = json.loads(body)
-        if b"\\u" in body:  # half of a surrogate pair, which no tokenizer takes, raises
-            json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        said = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"the request's body is no JSON ({said}); send a JSON object") from None
+def json_of(body: bytes, nul: bool = False) -> dict[str, Any]:
+    """Parse a body as a JSON object, as `read_json` does. JsonError if it is not one; the gate has bounded its size."""
+    value = read_json(body, math.inf, nul)
     if not isinstance(value, dict):
-        raise ValueError(f"the request's body is a JSON {type(value).__name__}; it must be an object")
+        raise JsonError(f"is a JSON {type(value).__name__}; it must be an object")
     return value
 
 
@@ -45,8 +39,6 @@ def words_of(errors: ValidationError, kind: type[Body]) -> str:
     error: Any = errors.errors(include_url=False)[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
     match error["type"]:
-        case "json_invalid":
-            return f"the body is no JSON ({error['ctx']['error']}); send a JSON object"
         case "extra_forbidden":
             for part in error["loc"][:-1]:
                 kind = kind.model_fields[part].annotation  # type: ignore[assignment]

@@ -1,10 +1,13 @@
 """The HTTP server: the gate that checks every request, the application, and a server until Ctrl-C or SIGTERM."""
 
+import asyncio
 import errno
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -13,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lowmem_grpo.server.requests import CLOSED, NO_RETRY, ChatError, Limits
 
@@ -24,6 +28,10 @@ READ_AHEAD = 64 * 1024  # most bytes of headers that uvicorn buffers, whatever `
 CLOSE = 5.0  # seconds that running replies get to finish
 IDLE = 60  # seconds until an idle connection is closed: longer than most training steps
 BACKLOG = 2048  # connections that wait to be accepted
+HEADERS, BODY = 30.0, 300.0  # seconds until a connection is closed whose headers, or body, are not complete
+SPARE = 256  # open files that are not for connections
+FRESH = 2.0  # seconds for which a connection without a request is not closed for others
+OFTEN, MINUTE = 10, 60.0  # lines of one kind that a log gets in a minute
 
 
 class Gate:
@@ -153,12 +161,88 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def made_for(app: ASGIApp) -> uvicorn.Server:
-    """Return a server that runs an application until Ctrl-C or SIGTERM, and writes no log."""
+    """Return a server that runs an application until Ctrl-C or SIGTERM, and writes no log of requests."""
+    for name in ("asyncio", "uvicorn.error"):  # asyncio repeats "too many open files" thousands of times a second
+        logging.getLogger(name).addFilter(REPEATS)
     return uvicorn.Server(uvicorn.Config(
-        app, http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
+        app, http=Connection, ws="none", loop="asyncio", lifespan="off", log_config=None, access_log=False,
         server_header=False, h11_max_incomplete_event_size=READ_AHEAD, timeout_graceful_shutdown=int(CLOSE),
         timeout_keep_alive=IDLE,
     ))
+
+
+class Connection(H11Protocol):
+    """A connection whose requests must come in time. If all connections are taken, one that waits for a request gives
+    its place away: the oldest. Half of them are for one address, but for this machine's, where proxies and tunnels
+    are."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.state: Any = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.watch()
+        here, most = self.client[0] if self.client else LOOPBACK, most_connections()
+        others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
+        if here != LOOPBACK and sum(each.client is not None and each.client[0] == here for each in others) >= most // 2:
+            transport.abort()
+        elif len(others) >= most:
+            idle = [each for each in others if each.is_idle and self.since - each.since > FRESH]
+            min(idle, key=lambda each: each.since, default=self).transport.abort()
+
+    @property
+    def is_idle(self) -> bool:
+        return self.conn.their_state.__name__ == "IDLE"
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def watch(self) -> None:
+        """Begin the time limit of the part of a request that is awaited now, unless it runs already."""
+        if self.conn.their_state is self.state:
+            return
+        self.state, self.since = self.conn.their_state, self.loop.time()
+        if self.timer is not None:
+            self.timer.cancel()
+        seconds = {"IDLE": HEADERS, "SEND_BODY": BODY}.get(self.state.__name__)  # h11's names
+        self.timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+
+def most_connections() -> int:
+    """Return how many connections fit into the files that this process may open."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return BACKLOG
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(files - SPARE, files // 2) if files > 0 else BACKLOG
+
+
+class Repeats(logging.Filter):
+    """Lets at most OFTEN lines of one kind into the log in a MINUTE, and says how many were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[tuple[str, str], tuple[float, int]] = {}  # the first of a minute, and the lines since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = record.name, str(record.msg)[:200]
+        began, lines = self.seen.get(kind, (float("-inf"), 0))
+        if record.created - began > MINUTE:
+            if lines > OFTEN:
+                record.msg = f"{record.msg} ({lines - OFTEN:,} more of these lines were left out)"
+            self.seen = {} if len(self.seen) > BACKLOG else self.seen
+            began, lines = record.created, 0
+        self.seen[kind] = began, lines + 1
+        return lines < OFTEN
+
+
+REPEATS = Repeats()
 
 
 @contextmanager

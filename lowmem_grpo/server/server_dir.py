@@ -3,8 +3,11 @@
 import contextlib
 import http.client
 import json
+import logging
 import os
+import re
 import sqlite3
+import stat
 import threading
 import urllib.error
 import urllib.request
@@ -15,10 +18,12 @@ from typing import Any
 
 from lowmem_grpo.runs.files import check_place, move
 from lowmem_grpo.server.jobs.keeper import lock_file
-from lowmem_grpo.server.users import new_key
+from lowmem_grpo.server.users import key_fault, new_key
 
+logger = logging.getLogger(__name__)
 DEFAULT = Path("~/.lowmem-grpo")
-DATABASE, ADDRESS, LOCK, JOBS = "server.sqlite", "server.json", "server.lock", "jobs"
+DATABASE, ADDRESS, LOCK, JOBS, MODELS = "server.sqlite", "server.json", "server.lock", "jobs", "models"
+OTHERS = 0o077  # the rights of a file's group and of all others
 SECONDS = 60.0  # until a request is given up
 WAITS = 30.0  # seconds to wait for another process that writes
 Row = dict[str, Any]
@@ -113,14 +118,25 @@ class ServerDir:
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[Database]:
-        """Create the folder if missing, lock it, and yield its database. OSError if another server holds the lock."""
+        """Create the folder if missing, lock it, and yield its database. OSError if another server holds the lock. What
+        this process and its jobs write meanwhile is for this user only."""
         check_place(self.named, "--folder")
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        before = os.umask(OTHERS)
+        try:
+            with self.locked() as database:
+                yield database
+        finally:
+            os.umask(before)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[Database]:
         try:
             lock = lock_file(self.folder / LOCK)
         except BlockingIOError:
             raise OSError(f"another server has {self.folder}: use that one, stop it, or give --folder another "
                           "one") from None
+        self.close_to_others()
         database = Database(self.folder / DATABASE)
         try:
             yield database
@@ -128,15 +144,39 @@ class ServerDir:
             database.close()
             os.close(lock)
 
+    def close_to_others(self) -> None:
+        """Take the rights of others from the server's files: earlier versions left them readable."""
+        for name in (f"{DATABASE}*", ADDRESS, LOCK, JOBS, f"{JOBS}/**/*", MODELS, f"{MODELS}/**/*"):
+            for path in self.folder.glob(name):
+                with contextlib.suppress(FileNotFoundError):  # a job that goes on deletes old checkpoints
+                    mode = path.lstat().st_mode
+                    if mode & OTHERS and not stat.S_ISLNK(mode):
+                        path.chmod(stat.S_IMODE(mode) & ~OTHERS)
+
     @property
     def jobs(self) -> Path:
         return self.folder / JOBS
 
+    @property
+    def models(self) -> Path:
+        return self.folder / MODELS
+
     def key(self) -> str:
-        """Return the owner's key: the saved one, so that it survives restarts, or else a new one."""
+        """Return the owner's key: the saved one, so that it survives restarts, or else a new one. A warning says if the
+        saved one cannot be used."""
+        path = self.folder / ADDRESS
         try:
-            return read_address(self.folder / ADDRESS).key
-        except OSError:
+            status = path.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise OSError(f"{path} can be changed by other users of this machine")
+            key = read_address(path).key
+            if fault := key_fault(key):
+                raise OSError(f"{path}: the key {fault}")
+            return key
+        except FileNotFoundError:
+            return new_key()
+        except OSError as error:
+            logger.warning("%s. A new key is made: other computers need a new copy of %s", error, ADDRESS)
             return new_key()
 
     def announce(self, address: Address) -> Path:
@@ -157,13 +197,17 @@ def read_address(path: Path) -> Address:
     path = path.expanduser()
     try:
         address = json.loads((path / ADDRESS if path.is_dir() else path).read_text(encoding="utf-8"))
-        return Address(str(address["url"]), str(address["key"]))
+        if not re.fullmatch("[!-~]+", str(address["key"])) or not isinstance(address["key"], str):
+            raise ValueError("the key is no text of letters, digits and signs")
+        if not isinstance(address["url"], str) or not address["url"].startswith(("http://", "https://")):
+            raise ValueError(f"url is {address['url']!r}, where http://ADDRESS should be")
+        return Address(address["url"], address["key"])
     except FileNotFoundError:
         raise OSError(f"no server is known here ({path}): start one with `lowmem-grpo serve`, or copy the server.json "
                       "of another machine's and give it with --server") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise OSError(f"{path} does not say where a server is ({error!r}); `lowmem-grpo serve` writes it "
-                      "anew") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        said = error if isinstance(error, ValueError) else repr(error)
+        raise OSError(f"{path} does not say where a server is ({said}); `lowmem-grpo serve` writes it anew") from None
 
 
 class RemoteError(RuntimeError):

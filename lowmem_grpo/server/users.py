@@ -1,6 +1,7 @@
 """`Users`: the users of a server by the hash of their key, with rights and limits; `SignIn`: sessions of its page."""
 
 import hashlib
+import os
 import re
 import secrets
 import time
@@ -17,6 +18,9 @@ RIGHTS = (JOBS,)
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 LEAST = 24  # least characters of a key: shorter keys can be guessed from their hash
 HASH = re.compile(r"sha256:[0-9a-f]{64}")  # may replace a key, so that the file does not hold the key itself
+KEY = re.compile(r"[A-Za-z0-9_.~+/=-]*")  # what RFC 6750 allows in the header `Authorization: Bearer KEY`
+LIKE_HASH = re.compile(r"(sha|md|blake)-?[0-9]", re.IGNORECASE)
+COMMENT = re.compile(r"(^|\s)#.*")  # a # inside a word would cut a key
 PREFIX = "tml-"  # clients of the Tinker protocol require it
 UNITS = {"": 1, "MiB": MIB, "GiB": GIB}
 VALUE = re.compile(r"([0-9]{1,12})(MiB|GiB|)")
@@ -35,11 +39,16 @@ class Allowance:
     bodies: int = GIB
     """Bytes of stored requests: each until it is answered, or until the next step if it added gradients."""
     storage: int = 100 * GIB
-    """Bytes on the disk: states of models, and saved weights."""
+    """Bytes on the disk: states of models, saved weights, and clients' notes on both."""
     models: int = 64
     """Models that were created and not unloaded."""
+    sessions: int = 1024
+    """Sessions of clients."""
+    samplers: int = 16384
+    """Sampling sessions."""
 
-    RANGES: ClassVar[dict[str, Rule]] = {"requests": COUNT, "bodies": COUNT, "storage": COUNT, "models": COUNT}
+    RANGES: ClassVar[dict[str, Rule]] = {"requests": COUNT, "bodies": COUNT, "storage": COUNT, "models": COUNT,
+                                         "sessions": COUNT, "samplers": COUNT}
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -52,6 +61,8 @@ class Allowance:
             match = VALUE.fullmatch(value)
             if name not in {field.name for field in fields(self)} or match is None or (match[2] and name not in BYTES):
                 raise ValueError(f"{word!r} is no limit; {FORM}")
+            if name in changes:
+                raise ValueError(f"{name} stands twice; give it once")
             changes[name] = int(match[1]) * UNITS[match[2]]
         return replace(self, **changes)
 
@@ -87,7 +98,7 @@ class Users:
 
     def __call__(self, key: str) -> User | None:
         """Return the user with this key. The lookup is by hash, so its timing reveals nothing about keys."""
-        return self.known.get(hashed(key))
+        return self.known.get(hashed(key)) if key else None
 
 
 def new_key() -> str:
@@ -98,30 +109,53 @@ def hashed(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
+def key_fault(key: object) -> str:
+    """Return what is wrong with a key, to be said after "the key"; "" for a key that can be used."""
+    if not isinstance(key, str):
+        return f"is a {type(key).__name__} and no text"
+    if LIKE_HASH.match(key):
+        return "looks like a hash; only a key file has hashes: sha256: and 64 digits of 0-9a-f"
+    if not KEY.fullmatch(key):
+        return "has other characters than letters, digits and -._~+/="
+    return "" if len(key) >= LEAST else (
+        f"has {len(key)} characters; it must have at least {LEAST}: "
+        f"`python -c 'import secrets; print(\"{PREFIX}\" + secrets.token_urlsafe(32))'` makes one")
+
+
 def read_users(path: Path, usual: Allowance | None = None) -> list[tuple[User, str]]:
     """Read a key file: one `NAME KEY` per line, then optionally `jobs` and limits such as `storage=50GiB`; other limits
     come from `usual`. KEY may be `sha256:` and the key's hash. ValueError names an invalid line; OSError if other users
-    can read the file."""
-    if path.stat().st_mode & 0o077:
+    can read or change the file."""
+    with path.open("rb") as file:
+        status, content = os.fstat(file.fileno()), file.read()
+    if status.st_uid not in (0, os.geteuid()):
+        raise OSError(f"{path} holds keys, and another user of this machine owns it: copy it, and give the copy")
+    if status.st_mode & 0o077:
         raise OSError(f"{path} holds keys, and others on this machine can read it: chmod 600 {path}")
     try:
-        lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        lines = enumerate(content.decode().split("\n"), 1)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no key file: {error}; write NAME KEY on each line") from error
-    return [user_of(words, f"{path}, line {number}", usual or Allowance()) for number, line in lines
-            if (words := line.partition("#")[0].split())]
+    users = [user_of(said, f"{path}, line {number}", usual or Allowance()) for number, line in lines
+             if (said := COMMENT.sub("", line.removesuffix("\r"))).strip()]
+    Users(new_key(), users)  # raises for what stands twice
+    return users
 
 
-def user_of(words: list[str], where: str, usual: Allowance) -> tuple[User, str]:
+def user_of(line: str, where: str, usual: Allowance) -> tuple[User, str]:
+    if odd := next((sign for sign in line if sign != "\t" and not " " <= sign <= "~"), None):
+        raise ValueError(f"{where}: it has the character {odd!a}; names and keys have plain letters, digits and signs")
+    words = line.split()
     if len(words) < 2:
         raise ValueError(f"{where}: write NAME KEY, and {JOBS} after them for who may start jobs")
     name, key, *more = words
     rights, limits = [word for word in more if "=" not in word], [word for word in more if "=" in word]
     if not NAME.fullmatch(name) or name == OWNER:
         raise ValueError(f"{where}: the name is {name!r}; it may have letters, digits and _.-, and not be {OWNER}")
-    if len(key) < LEAST:
-        raise ValueError(f"{where}: the key of {name} has {len(key)} characters; it must have at least {LEAST}: "
-                         f"`python -c 'import secrets; print(\"{PREFIX}\" + secrets.token_urlsafe(32))'` makes one")
+    if key == f"sha256:{hashed('').hex()}":
+        raise ValueError(f"{where}: the key of {name} is the hash of an empty text, which is no key")
+    if not HASH.fullmatch(key) and (fault := key_fault(key)):
+        raise ValueError(f"{where}: the key of {name} {fault}")
     if unknown := sorted(set(rights) - set(RIGHTS)):
         raise ValueError(f"{where}: there is no right {', '.join(unknown)}; there is {', '.join(RIGHTS)}")
     try:

@@ -1,6 +1,7 @@
 """A saved adapter that is not whole, not finite or made for another model is refused by name, before it samples."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.models.stored_model import resolve
 from lowmem_grpo.runs.saved_adapter import AdapterError, same_model
 
 Tensors = dict[str, Tensor]
@@ -70,6 +74,14 @@ ATTACKS: dict[str, tuple[Callable[[Tensors], Any] | None, dict[str, Any], str]] 
     "another width": (put(f"{LAYER}.lora_A.weight", lambda t: t[:, :64].contiguous()), {}, "trained on another base"),
     "settings of fewer layers": (None, {"target_modules": ["q_proj"]}, "holds 36 layers that its own .* does not name"),
     "no alpha": (None, {"lora_alpha": None}, "holds no settings of PEFT"),
+    **{f"{name}={value!r}": (None, {name: value}, f"holds no settings of PEFT: .*{name.replace('_', '.')}")
+       for name, values in {
+           "r": [0, -4, 2**40, "4", None, True, 4.5], "lora_alpha": ["8", [], 1e308, True], "lora_dropout": [2, "x"],
+           "layers_to_transform": ["1", [[1]]], "layers_pattern": [3, {}], "exclude_modules": [5], "use_rslora": ["no"],
+           "target_modules": [[1, 2], 7], "rank_pattern": [{"q_proj": 0}, [1], {"q_proj": "4"}], "task_type": [[]],
+           "alpha_pattern": [{"q_proj": 1e308}, "x"], "inference_mode": ["yes"]}.items() for value in values},
+    "NaN as alpha": (None, {"lora_alpha": math.nan}, "lora_alpha is NaN, which is no finite number"),
+    "a base of no name": (None, {"base_model_name_or_path": 5}, "base_model_name_or_path is 5"),
     "another kind": (None, {"peft_type": "IA3"}, "of type IA3; only LoRA"),
     "a foreign layer": (lambda t: t.update({f"{LAYER}x.lora_A.weight": torch.ones(4, 128)}), {}, "that the one in the"),
 }
@@ -120,3 +132,55 @@ def test_an_adapter_on_fewer_layers_by_its_own_settings_is_whole(model: FastPeft
     bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
     FastLanguageModel.get_peft_model(bare, r=2, target_modules=["q_proj"]).save_lora(tmp_path / "narrow")
     assert model.load_lora(tmp_path / "narrow")
+
+
+NESTED = r"(([\w.]+)+)+!"  # Python's re tries 2**n ways to match n characters with it
+PATTERNS: dict[str, dict[str, Any]] = {
+    "target_modules": {"target_modules": NESTED}, "exclude_modules": {"exclude_modules": NESTED},
+    "layers_pattern": {"layers_to_transform": [1], "layers_pattern": ["layers", NESTED]},
+    "rank_pattern": {"rank_pattern": {"q_proj": 4, NESTED: 4}}, "alpha_pattern": {"alpha_pattern": {NESTED: 4}},
+    "alternatives": {"exclude_modules": r"(\w\w?|\w|\.)*!"}, "empty ones": {"exclude_modules": "(|||||||||){30}!"},
+    "many steps": {"exclude_modules": r".*" * 20 + "!"}, "refers back": {"exclude_modules": r"(.*)(.*)+\1\2!"},
+    # matches its own layers at once, and never ends on a name that only the model has
+    "others": {"target_modules": r".*_proj|(([\w.]+)+)+!"},
+}
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("case", PATTERNS)
+def test_a_pattern_that_would_be_matched_for_ever_is_refused_by_name(
+    case: str, model: FastPeftModel, saved: Path, tmp_path: Path
+) -> None:
+    folder = changed(Path(shutil.copytree(saved, tmp_path / "copy")), **PATTERNS[case])
+    name = next(name for name in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern",
+                                  "alpha_pattern") if name in PATTERNS[case])
+    with pytest.raises(AdapterError, match=f"has the pattern {name}.*takes too long to match"):
+        model.load_lora(folder)
+
+
+def test_a_pattern_of_ones_own_that_would_be_matched_for_ever_is_refused() -> None:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    with pytest.raises(ValueError, match=r"has the pattern target_modules='.*takes too long"):
+        FastLanguageModel.get_peft_model(bare, target_modules=NESTED)
+
+
+@pytest.mark.parametrize("pattern", ["(" * 5000, "(q", "*", "a{4,2}", "(?P<idx>a)", "[z-a]", "a" * 20_000 + ".*"])
+def test_what_is_no_regular_expression_is_said(pattern: str, model: FastPeftModel, saved: Path, tmp_path: Path) -> None:
+    folder = changed(Path(shutil.copytree(saved, tmp_path / "copy")), rank_pattern={pattern: 4},
+                     layers_to_transform=[1], layers_pattern=[pattern])
+    with pytest.raises(AdapterError, match=r"regular expression"):
+        model.load_lora(folder)
+
+
+def test_healthy_patterns_in_a_file_name_the_layers_that_they_name_in_peft(saved: Path, tmp_path: Path) -> None:
+    """PEFT's own model of this file, loaded without this package's checks, has the same ranks and scales."""
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    settings: dict[str, Any] = {"target_modules": r".*\.(q|v|up)_proj", "rank_pattern": {r"layers\.[12]\..*v_proj": 2},
+                                "alpha_pattern": {r".*\.(up|gate)_proj": 32}, "exclude_modules": r".*layers\.0\..*"}
+    FastLanguageModel.get_peft_model(bare, r=4, **settings).save_lora(tmp_path / "mine")
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(resolve("tiny")), str(tmp_path / "mine"))
+    loaded, _ = FastLanguageModel.from_pretrained(str(tmp_path / "mine"), max_seq_length=128, load_in_4bit=False)
+    ranks = [{name.partition("base_model.")[2]: (layer.r["default"], layer.scaling["default"])
+              for name, layer in each.named_modules() if hasattr(layer, "lora_A")} for each in (plain, loaded)]
+    assert ranks[0] == ranks[1] and len(ranks[0]) == 15
+    assert {rank for rank, _ in ranks[0].values()} == {2, 4} and {scale for _, scale in ranks[0].values()} == {4, 8}

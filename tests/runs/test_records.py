@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,39 @@ def test_a_full_disk_leaves_whole_lines_and_says_what_to_do(
 def test_prompts_and_rewards_of_no_value_are_recorded_as_null() -> None:
     (line,) = completion_lines(1, [RolloutGroup({}, [1], [Rollout([2], [0.0], "length")])])
     assert (line["reward"], line["rewards"], line["finish_reason"]) == (None, {}, "length")
+
+
+def cut(run: Path) -> None:
+    os.truncate(run / "metrics.jsonl", 3)
+
+
+LOSSES: dict[str, Any] = {  # what happens to a run's folder while the run goes on
+    "deleted": shutil.rmtree, "moved": lambda run: run.rename(run.with_name("elsewhere")), "cut": cut,
+    "a file deleted": lambda run: (run / "completions.jsonl").unlink(),
+    "deleted and made anew": lambda run: (shutil.rmtree(run), (run / "checkpoint-2").mkdir(parents=True)),
+    "replaced by a file": lambda run: (shutil.rmtree(run), run.write_text("")),
+    "another run's": lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n'),
+}
+
+
+@pytest.mark.parametrize("write", ["metrics", "completions", "summary"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_lines_that_are_lost_while_the_run_goes_on_end_it(loss: str, write: str, records: RunRecords) -> None:
+    for step in (1, 2):
+        records.metrics({"step": step, "reward": 0.25})
+        records.completions(step, [group("4")])
+    LOSSES[loss](records.run_dir)
+    with pytest.raises(RecordError, match=r"lost lines that this run wrote|summary.json was not written"):
+        {"metrics": lambda: records.metrics({"step": 3}), "summary": lambda: records.summary({"status": "finished"}),
+         "completions": lambda: records.completions(3, [group("5")])}[write]()
+
+
+def test_a_resumed_run_may_be_shorter_than_the_one_before(records: RunRecords) -> None:
+    for step in (1, 2, 3):
+        records.metrics({"step": step, "reward": 0.25})
+    records.rewind(1)
+    records.metrics({"step": 2})
+    assert steps(records) == [1, 2]
+    records.start_run()
+    records.metrics({"step": 1})
+    assert steps(records) == [1]

@@ -2,8 +2,12 @@
 owner can read."""
 
 import json
+import logging
+import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -75,6 +79,60 @@ def test_a_missing_or_damaged_address_is_told_with_what_to_do(text: str | None, 
     with pytest.raises(OSError, match="no server is known here" if text is None else "does not say where a server is"):
         read_address(tmp_path)
     assert ServerDir(tmp_path).key().startswith("tml-")
+
+
+GOOD = "tml-a-key-of-24-characters-or-more"
+WEAK = ["", None, "a", 12345678901234567890123456, " " * 40, [GOOD], {"key": GOOD}, True, f"{GOOD} ", f"{GOOD}\n",
+        GOOD[:10], f"{GOOD}\u00e9", "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"]
+
+
+@pytest.mark.parametrize("key", WEAK, ids=str)
+def test_a_saved_key_that_anyone_can_guess_is_replaced_and_that_is_said(
+    key: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last one is the hash of the empty text by `printf "" | sha256sum`: in a key file it would stand for a key."""
+    (tmp_path / ADDRESS).write_text(json.dumps({"url": "http://127.0.0.1:1", "key": key}))
+    with caplog.at_level(logging.WARNING):
+        found = ServerDir(tmp_path).key()
+    assert found.startswith("tml-") and len(found) > 40 and found != key
+    assert "A new key is made" in caplog.text
+    if not isinstance(key, str) or not re.fullmatch("[!-~]+", key):  # it could not even be sent
+        with pytest.raises(OSError, match="the key"):
+            read_address(tmp_path)
+
+
+def test_a_good_saved_key_stays_unless_others_could_have_written_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / ADDRESS).write_text(json.dumps({"url": "http://127.0.0.1:1", "key": GOOD}))
+    (tmp_path / ADDRESS).chmod(0o644)
+    assert ServerDir(tmp_path).key() == GOOD and not caplog.text
+    (tmp_path / ADDRESS).chmod(0o666)
+    assert ServerDir(tmp_path).key() != GOOD and "can be changed by other users" in caplog.text
+
+
+def test_only_the_owner_reads_what_the_server_writes_also_in_a_folder_that_others_can_open(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    old = [tmp_path / "jobs/1/run", tmp_path / "models/saved", tmp_path / "jobs/1/log.txt", tmp_path / "server.sqlite"]
+    for path in old:  # as an earlier version left them
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch() if path.suffix else path.mkdir()
+        path.chmod(0o644 if path.suffix else 0o755)
+    (tmp_path / "jobs/1/elsewhere").symlink_to(tmp_path.parent)
+    above, mask = tmp_path.parent.stat().st_mode, os.umask(0o022)
+    try:
+        home = ServerDir(tmp_path)
+        with home.owned():
+            home.announce(Address("http://127.0.0.1:1", home.key()))
+            (home.jobs / "2").mkdir()
+            (home.jobs / "2/log.txt").write_text("")
+            subprocess.run([sys.executable, "-c", "open('of_a_job', 'w')"], cwd=home.jobs / "2", check=True)
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(mask)
+    kept = [path for path in tmp_path.rglob("*") if not path.is_symlink()]
+    assert len(kept) > 8 and not [path for path in kept if path.stat().st_mode & 0o077]
+    assert (tmp_path.stat().st_mode & 0o777, tmp_path.parent.stat().st_mode) == (0o755, above)
 
 
 def test_an_unknown_route_is_answered_with_the_routes_that_there_are() -> None:

@@ -1,6 +1,7 @@
 """Keys: who holds which, and what is wrong in a key file, by its line; cookies end, and nothing kept opens the page."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ ROOT = User(OWNER)
 
 def written(folder: Path, text: str) -> Path:
     path = folder / "keys"
-    path.write_text(text)
+    path.write_bytes(text.encode())
     path.chmod(0o600)
     return path
 
@@ -61,6 +62,18 @@ def test_a_hash_in_the_file_stands_for_a_key_and_is_none_itself(tmp_path: Path) 
     *((f"ann {KEY} {word}", "is no limit; write requests=4096") for word in (
         "requests=", "requests=-1", "requests=1MiB", "storage=2TB", "disk=1", "storage=1.5GiB", "RANGES=1", "=1")),
     (f"ann {KEY} models=0", "models is 0; it must be a whole number, at least 1"),
+    (f"ann {KEY} models=1 models=2", "models stands twice"),
+    (f"ann sha256:{hashlib.sha256(b'').hexdigest()}", "the key of ann is the hash of an empty text"),
+    *((f"ann {key}", "line 2: the key of ann looks like a hash") for key in (
+        f"sha256:{'0' * 63}", f"sha256:{'0' * 65}", f"sha256:{'A' * 64}", f"SHA256:{'a' * 64}", f"sha512:{'a' * 128}",
+        f"sha-256={'a' * 64}", f"md5:{'a' * 32}")),
+    *((f"ann {key} jobs", "line 2: the key of ann has other characters") for key in (
+        f"tml-ab#{KEY}", f'"{KEY}"', f"$2b${KEY}", f"ann:{KEY}")),
+    *((f"ann {key}", "line 2: it has the character") for key in (
+        f"{KEY}\u00e9", f"\u0430{KEY}", f"{KEY}\u00a0jobs", f"{KEY}\u2028bob {KEY}2", f"{KEY}\x0bjobs", f"{KEY}\0")),
+    (f"\ufeffann {KEY}", "line 2: it has the character '.ufeff'"), (f"ann {KEY}\nbob {KEY}", "bob stands twice"),
+    (f"ann {KEY}\nann {KEY}2", "ann stands twice"),
+    (f"ann {KEY}\nbob sha256:{hashlib.sha256(KEY.encode()).hexdigest()}", "bob stands twice"),
 ])
 def test_a_wrong_line_is_named(line: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
@@ -72,6 +85,27 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(OSError, match="chmod 600"):
         read_users(path)
+    for mode in (0o602, 0o620, 0o666):
+        path.chmod(mode)
+        with pytest.raises(OSError, match="chmod 600"):
+            read_users(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, f"ann {KEY}\n")
+    os.chown(path, 12345, -1)
+    with pytest.raises(OSError, match="another user of this machine owns it"):
+        read_users(path)
+
+
+def test_lines_may_end_as_on_windows(tmp_path: Path) -> None:
+    assert read_users(written(tmp_path, f"# people\r\nann {KEY} jobs # a note\r\n\r\nbob {KEY}2\r\n")) == [
+        (User("ann", (JOBS,)), KEY), (User("bob"), KEY + "2")]
+
+
+def test_a_request_without_a_key_is_nobodys_whatever_the_keys_are() -> None:
+    assert Users("", [(User("ann"), f"sha256:{hashed('').hex()[::-1]}")])("") is None
 
 
 def test_a_name_or_key_that_stands_twice_is_refused() -> None:

@@ -11,7 +11,7 @@ from export_tools import export_command
 from peft import LoraConfig
 from small_models import random_model, shallow
 from trainer_runs import ROWS, SMALL, digit_sum, load, make
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
 from lowmem_grpo.cli import eval as eval_command
@@ -19,6 +19,7 @@ from lowmem_grpo.cli import playing
 from lowmem_grpo.data.prompt_inputs import encode
 from lowmem_grpo.models.pretrained import tokenizer_beside
 from lowmem_grpo.rewards import SelfJudge
+from lowmem_grpo.runs.records import RecordError
 from lowmem_grpo.trainer.preflight.checks import PreflightError
 
 SHALLOW = shallow()
@@ -219,3 +220,30 @@ def test_an_answer_with_an_id_that_the_model_lacks_is_refused_before_training(tm
                          processing_class=changed(99))
     with pytest.raises(PreflightError, match=r"a row contains the token 421 \('<new 98>'\)"):
         trainer.train()
+
+
+class At(TrainerCallback):
+    """Does something to the run's folder, once, at the end of a step."""
+
+    def __init__(self, step: int, act: Callable[[Path], Any]) -> None:
+        self.step, self.act = step, act
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.step = -1
+            self.act(Path(args.output_dir))
+
+
+@pytest.mark.parametrize(("step", "act"), [
+    (1, shutil.rmtree), (3, shutil.rmtree), (3, lambda run: run.rename(run.with_name("elsewhere"))),
+    (3, lambda run: (run / "metrics.jsonl").unlink()),
+], ids=["deleted", "deleted after the last step", "moved after the last step", "metrics deleted"])
+def test_a_run_that_loses_its_folder_fails_with_the_reason_and_saves_its_weights(
+    step: int, act: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    trainer = make(tmp_path / "run", max_steps=3, save_strategy="steps", save_steps=1)
+    trainer.add_callback(At(step, act))
+    with pytest.raises(RecordError, match=r"lost lines that this run wrote: the file or its folder was deleted, moved"):
+        trainer.train()
+    assert any((tmp_path / "run" / name / "adapter_model.safetensors").is_file()
+               for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3"))

@@ -28,6 +28,8 @@ from lowmem_grpo.models.export.folder import Exported, ExportError, check_disk, 
 from lowmem_grpo.models.export.merge import LoraPair, MergeError, check_merged, live_pairs, size_of, write_merged
 from lowmem_grpo.models.policy import end_ids, evaluating
 from lowmem_grpo.models.pretrained import Pretrained, compute_in, fix_frequencies
+from lowmem_grpo.runs.adapter_file import check_patterns, lora_config
+from lowmem_grpo.runs.saved_adapter import adapter_settings
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +184,8 @@ def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: 
     for parameter in model.parameters():  # requantizing weights in 4 bit or FP8 would change their values
         if not isinstance(parameter, Params4bit) and parameter.is_floating_point():
             parameter.data = parameter.data.float()
+    names = (name for name, _ in model.named_modules())
+    check_patterns(lora_config(adapter_settings(adapter), adapter), names, f"the adapter in {adapter}")
     adapted: Any = PeftModel.from_pretrained(model, str(adapter)).eval()
     adapted.get_base_model().set_attn_implementation("sdpa")
     return live_logits(adapted)

@@ -2,19 +2,19 @@
 
 import io
 import sys
-import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderHook
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from lowmem_grpo.runs.accuracy import interval_text, wilson_interval
 from lowmem_grpo.runs.trajectory import speaker
 from lowmem_grpo.runs.views.chart import LINES, RIGHT, WRONG, verdict_text
-from lowmem_grpo.runs.views.terminal import between_words
+from lowmem_grpo.runs.views.terminal import between_words, visible
 
 IN_A_CELL = "<pre style='line-height:1.3;overflow-x:auto'>{code}</pre>"
 SAMPLED_SIGN, CONTEXT_SIGN = "\u25cf", "\u25cb"  # a full circle and an empty one
@@ -37,9 +37,28 @@ class AnyText:
         return stream.write(text.encode(encoding, "replace").decode(encoding))
 
 
+class Shown:
+    """What a console prints, with text that a terminal would obey made visible."""
+
+    def __init__(self, inner: RenderableType) -> None:
+        self.inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for part in console.render(self.inner, options):
+            yield part if part.control else part._replace(text=visible(part.text))
+
+
+class Safely(RenderHook):
+    def process_renderables(self, renderables: list[Any]) -> list[Any]:
+        return [Shown(each) for each in renderables]
+
+
 def any_console(**options: Any) -> Console:
+    """Return a console for texts of others: their markup means nothing, and they cannot steer the terminal."""
     file: Any = AnyText()
-    return Console(file=file, **options)
+    console = Console(file=file, markup=False, emoji=False, **options)
+    console.push_render_hook(Safely())
+    return console
 
 
 def print_line(console: Console, text: str | Text) -> None:
@@ -77,9 +96,7 @@ class Cell:
 
 def plain(value: Any) -> Text:
     """Return a model's text without markup, and with control characters replaced by a visible character."""
-    unsafe = ("Cc", "Cs")  # control characters, lone surrogates
-    kept = ("\ufffd" if unicodedata.category(c) in unsafe and c not in "\n\t" else c for c in str(value))
-    return Text("".join(kept), overflow="fold")
+    return Text(visible(str(value)), overflow="fold")
 
 
 def shortened(text: str, longest: int) -> str:

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from typing import Any
 
 from lowmem_grpo.runs.views.chart import even_places
+from lowmem_grpo.runs.views.terminal import visible
 
 Record = dict[str, Any]
 
@@ -76,7 +77,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def clipped(text: str, longest: int) -> str:
-    half = longest // 2
+    text, half = visible(text), longest // 2
     left_out = len(text) - 2 * half
     return text if len(text) <= longest else f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"
 

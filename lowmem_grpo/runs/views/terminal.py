@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -17,6 +18,8 @@ from lowmem_grpo.config.launcher import this_place
 
 MOST_COLUMNS = 160  # longer lines are hard to read
 PACKAGE = Path(__file__).parents[2]
+# control characters but tab and newline, halves of surrogate pairs, and marks that turn the direction of a text
+UNSAFE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 PYTHONS = Path(logging.__file__).parents[1]  # the folder of Python's standard library
 
 
@@ -49,8 +52,18 @@ def plain_errors() -> Iterator[None]:
         words = str(getattr(error, "strerror", None) or error)  # without the errno
         words = words if refused is None else f"{refused}: {words}; correct that, or choose another path"
         notes = "\n".join(getattr(error, "__notes__", []))
-        said = fitting(f"Error: {words}\n{notes}".rstrip(), sys.stderr).removeprefix("Error: ")
+        said = fitting(visible(f"Error: {words}\n{notes}".rstrip()), sys.stderr).removeprefix("Error: ")
         raise click.ClickException(said) from error
+
+
+def visible(text: str) -> str:
+    """Return a text of a file or a model with a sign in place of what a terminal would obey instead of showing it."""
+    return UNSAFE.sub("\ufffd", text)
+
+
+def echo(text: object, err: bool = False) -> None:
+    """Print a line that may hold text of others."""
+    click.echo(visible(str(text)), err=err)
 
 
 def was_given(option: str) -> bool:
@@ -83,7 +96,7 @@ class BetweenWords(logging.Formatter):
     """A log formatter that wraps lines for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return fitting(super().format(record), sys.stderr)
+        return fitting(visible(super().format(record)), sys.stderr)
 
 
 class CurrentStderr(logging.StreamHandler):

@@ -3,6 +3,7 @@
 `python -m lowmem_grpo.server.jobs.dispatcher RECIPE [key=value ...]` is the first command of each job: it waits until
 the GPU has enough free memory for the recipe."""
 
+import errno
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ from typing import Any
 from lowmem_grpo.models.card_check import driver_version
 from lowmem_grpo.runs.records import SUMMARY
 from lowmem_grpo.server.jobs import keeper
-from lowmem_grpo.server.jobs.queue import DONE, FAILED, RUNNING, STOPPED, STOPPING, WAITING, Job, JobQueue
+from lowmem_grpo.server.jobs.queue import DONE, FAILED, RUNNING, STOPPED, STOPPING, WAITING, Job, JobQueue, JobRequest
 from lowmem_grpo.server.page.run_follower import json_file, log_tail
 from lowmem_grpo.utils import size_text
 
@@ -48,16 +49,22 @@ class Dispatcher:
         self.thread.join()
 
     def work(self) -> None:
+        said = ""
         while not self.closing.wait(EVERY):
             try:
                 self.poll()
-            except OSError as error:  # such as a full disk: the jobs are intact, so try again
-                logger.warning("jobs: %s", error)
+                said = ""
+            except BaseException as error:  # such as a full disk: the jobs are intact, so try again
+                if said != (said := f"{type(error).__name__}: {error}"):  # twice a second would fill the log
+                    logger.warning("jobs: %s; trying again", said, exc_info=not isinstance(error, OSError))
 
     def poll(self) -> None:
         """Record what became of running jobs, then start waiting jobs in order until one does not fit on the GPU."""
         for job in self.queue.live():
-            self.check_run(job)
+            try:
+                self.check_run(job)
+            except (LookupError, TypeError, ValueError, OverflowError) as error:  # the job wrote its files itself
+                self.queue.end_job(job, FAILED, f"its files cannot be read ({type(error).__name__}: {error})")
         why = ""
         for job in self.queue.waiting():
             if not (why := "waits for the jobs before it in the queue" if why else self.why_not(job)):
@@ -116,6 +123,18 @@ class Dispatcher:
                 f"{job.share:.0%}")
 
     def start_run(self, job: Job) -> None:
+        """Start a job. One that cannot be started fails, so that those behind it are not held up. OSError, and the job
+        waits, if the disk is full."""
+        try:
+            JobRequest.from_json({"recipe": job.recipe, "options": job.options})  # an older version took any
+            self.start_command(job)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (None, errno.ENOSPC, errno.EDQUOT):  # None: the database
+                raise
+            self.queue.end_job(self.queue.one(job.id), FAILED, f"it could not be started ({error})")
+            logger.warning("job %d could not be started", job.id, exc_info=True)
+
+    def start_command(self, job: Job) -> None:
         """Mark a job as running in the database, then start it, unless it was cancelled in the meantime."""
         folder = self.queue.folder_of(job)
         folder.mkdir(parents=True, exist_ok=True)

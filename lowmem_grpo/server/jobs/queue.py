@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lowmem_grpo.server.requests import shown
 from lowmem_grpo.server.server_dir import Database
-from lowmem_grpo.utils import Rule, check_ranges, number
+from lowmem_grpo.utils import NOT_TEXT, Rule, check_ranges, number
 
 WAITING, RUNNING, STOPPING = "waiting", "running", "stopping"
 DONE, FAILED, STOPPED, CANCELLED = "done", "failed", "stopped", "cancelled"
@@ -16,6 +17,8 @@ LIVE = (RUNNING, STOPPING)  # states of jobs with a process
 OVER = (DONE, FAILED, STOPPED, CANCELLED)
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}(\.py)?")
 OURS = ("output_dir", "resume", "card_share", "overwrite_output_dir")  # options that the queue sets itself
+MOST_BYTES = 64 * 1024  # a job's options: Linux takes no word of 128 KiB in a command
+NO_COMMAND = re.compile("[\0\ud800-\udfff\ufffd]")  # U+FFFD stands for a surrogate of an older version
 LONGEST = 1e9  # the longest time limit, in seconds
 TABLE = """CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT, recipe TEXT NOT NULL, options TEXT NOT NULL, owner TEXT NOT NULL,
@@ -51,7 +54,12 @@ class JobRequest:
         if "recipe" not in body or not body.keys() <= {*names}:
             raise ValueError(f"a job has recipe, and if you like {', '.join(names[1:])}; sent was {', '.join(body)}")
         check_ranges(asked := cls(**body))
+        if (size := sum(len(option.encode("utf-8", "replace")) + 1 for option in asked.options)) > MOST_BYTES:
+            raise ValueError(f"options have {size:,} bytes; they may have {MOST_BYTES:,}: put what is long into a "
+                             "file, and name the file")
         for option in asked.options:
+            if wrong := NO_COMMAND.search(option):
+                raise ValueError(f"options has {shown(option)}; a command cannot have its character {wrong[0]!r}")
             if (name := option.removeprefix("--").partition("=")[0].replace("-", "_")) in OURS:
                 raise ValueError(f"options has {option!r}; the queue sets {name} itself: a job's run is in the "
                                  "server's folder, `lowmem-grpo resume` goes on with it, --share gives it a part of "
@@ -110,7 +118,8 @@ class JobQueue:
         return self.where("state IN (?, ?) ORDER BY id", *LIVE)
 
     def where(self, condition: str, *values: Any) -> list[Job]:
-        return [Job(**row | {"options": json.loads(row["options"]), "resume": bool(row["resume"])})
+        return [Job(**row | {"options": [NOT_TEXT[True].sub("\ufffd", option) for option in json.loads(row["options"])],
+                             "resume": bool(row["resume"])})
                 for row in self.database.rows(f"SELECT * FROM jobs WHERE {condition}", values)]
 
     def cancel(self, number: int, owner: str | None = None) -> Job:

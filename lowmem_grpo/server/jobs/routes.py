@@ -1,11 +1,13 @@
 """The job queue over HTTP, for `lowmem-grpo submit`, `jobs`, `logs`, `cancel` and `resume`, and for the page."""
 
+import logging
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from lowmem_grpo.server.jobs.keeper import LOG
 from lowmem_grpo.server.jobs.queue import LIVE, OVER, STOPPING, Job, JobQueue, JobRequest
@@ -13,18 +15,24 @@ from lowmem_grpo.server.page.sources import Listed, has_adapter, is_run, so_far
 from lowmem_grpo.server.requests import ChatError, json_of
 from lowmem_grpo.server.users import JOBS, User
 
+logger = logging.getLogger(__name__)
 PIECE = 256 * 1024  # most bytes of a log in one reply
 MOST_LISTED = 500
 
 
 async def as_chat_errors() -> AsyncIterator[None]:
-    """Answer a LookupError in a route with status 404, and a ValueError or OSError with 400."""
+    """Answer a LookupError in a route with status 404, a ValueError with 400, and an OSError, whose words may name
+    files of the server, with 500."""
     try:
         yield
     except LookupError as error:
         raise ChatError(404, str(error), None, "no_such_job") from None
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise ChatError(400, str(error), None, "invalid") from error
+    except OSError as error:
+        logger.error("jobs: %s", error)
+        raise ChatError(500, "the server could not read or write its files; its log says more", None,
+                        "internal_error") from error
 
 
 def owner_of(request: Request) -> str | None:
@@ -46,7 +54,7 @@ def jobs_router(queue: JobQueue, check: Callable[[str, list[str]], None]) -> API
     @router.post("")
     async def submit(request: Request) -> Job:
         asked = JobRequest.from_json(json_of(await request.body()))
-        check(asked.recipe, asked.options)
+        await run_in_threadpool(check, asked.recipe, asked.options)  # may import the recipe, for seconds
         return queue.submit(asked, request.scope["holder"].name)
 
     @router.get("")
@@ -75,8 +83,10 @@ def jobs_router(queue: JobQueue, check: Callable[[str, list[str]], None]) -> API
     @router.post("/{number}/resume")
     async def resume(number: int, owner: Owner, request: Request) -> Job:
         job, options = queue.one(number, owner), json_of(await request.body()).get("options", [])
-        check(job.recipe, job.options + JobRequest.from_json({"recipe": job.recipe, "options": options}).options)
-        return queue.resume(number, options)
+        more = JobRequest.from_json({"recipe": job.recipe, "options": options}).options
+        every = JobRequest.from_json({"recipe": job.recipe, "options": job.options + more}).options
+        await run_in_threadpool(check, job.recipe, every)
+        return queue.resume(number, more)
 
     return router
 

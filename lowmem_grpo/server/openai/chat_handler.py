@@ -6,10 +6,14 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
 
 from lowmem_grpo.config.sampling import SamplingParams, seed_of
 from lowmem_grpo.environments.template import RendererError
@@ -22,11 +26,20 @@ from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
 from lowmem_grpo.server.openai.token_texts import TokenTexts, older_logprobs
 from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Turn
+from lowmem_grpo.utils import JsonError, check_json
 
 Adapter = Path | str | None  # as in `Call`
 Choice = dict[str, Any]
+T = TypeVar("T")
+SECONDS = 60.0  # until a request that is not yet rendered and encoded is given up
 Record = Callable[[list[Choice]], Awaitable[None]]
 DONE = b"data: [DONE]\n\n"  # the last event of a stream
+
+
+def abandon(starting: "Future[PendingCompletions]") -> None:
+    """Finish a request that was started after nobody waited for it any more."""
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().finish_request()
 
 
 async def unrecorded(choices: list[Choice]) -> None:
@@ -39,11 +52,15 @@ class ChatHandler:
     If the coroutine is cancelled, nothing is cached."""
 
     def __init__(
-        self, worker: EngineWorker, names: Callable[[], Mapping[str, Adapter]], histories: ConversationCache
+        self, worker: EngineWorker, names: Callable[[], Mapping[str, Adapter]], histories: ConversationCache,
+        user: str = "",
     ) -> None:
-        """`names` is called at each request, and returns the adapter of each model by the model's name."""
-        self.worker, self.names, self.histories = worker, names, histories
+        """`names` is called at each request, and returns the adapter of each model by the model's name. `user` is whose
+        requests these are: users have turns in the worker."""
+        self.worker, self.names, self.histories, self.user = worker, names, histories, user
         self.texts = TokenTexts(copy.deepcopy(worker.tokenizer))
+        # what a request makes this thread do, its user's other requests wait for, and no one else
+        self.thread = ThreadPoolExecutor(1, "lowmem_grpo requests")
 
     def turn(self, name: str) -> Turn | None:
         """Return a turn by name, as the engine returned it; None if it is unknown or evicted."""
@@ -60,7 +77,7 @@ class ChatHandler:
         several cached turns match the chat, one of the same `session` is continued. Raises ChatError."""
         if body.get("stream") is True:
             raise ChatError(400, "stream is true; a stream comes from stream(), a whole reply from create()", "stream")
-        pending = self.start_request(body, session, texts)
+        pending = await self.started(body, session, texts)
         try:
             answers = await asyncio.gather(*map(pending.answer, range(len(pending.calls))))
             choices = [pending.keep(*answer) for answer in answers]
@@ -74,7 +91,7 @@ class ChatHandler:
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a reply. The whole text of a choice is one chunk, as soon as its turn is sampled. A
         refused request raises ChatError before the first chunk."""
-        pending = self.start_request({**body, "stream": True}, session, texts)
+        pending = await self.started({**body, "stream": True}, session, texts)
         try:
             for answer in asyncio.as_completed(map(pending.answer, range(len(pending.calls)))):
                 choice = pending.keep(*await answer)
@@ -87,9 +104,32 @@ class ChatHandler:
         finally:
             pending.finish_request()
 
+    async def started(self, body: Mapping[str, Any], session: str, texts: bool) -> "PendingCompletions":
+        """Start a request in the thread, within SECONDS. No thread can be killed, so what is long is refused there
+        before it is rendered or encoded: the time limit is for what the bounds do not foresee."""
+        starting = self.thread.submit(self.start_request, body, session, texts)
+        try:
+            async with asyncio.timeout(SECONDS):
+                return await asyncio.wrap_future(starting)
+        except BaseException as error:
+            starting.add_done_callback(abandon)
+            if isinstance(error, TimeoutError):
+                raise ChatError(503, f"the request could not be read within {SECONDS:g} seconds; send a shorter "
+                                     "one, or fewer at a time", None, "timeout") from None
+            raise
+
+    async def aside(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, function)
+
     def start_request(self, body: Mapping[str, Any], session: str, texts: bool) -> "PendingCompletions":
         """Parse a request and submit its calls to the worker. Raises ChatError."""
-        asked, names = (TextRequest if texts else ChatRequest).from_body(body), self.names()
+        kind = TextRequest if texts else ChatRequest
+        try:
+            check_json(body, nul=True)  # a policy may sample NUL
+        except JsonError as error:
+            raise ChatError(400, str(error), error.field or None, "invalid_value") from None
+        self.texts.check_size(body, kind.field, self.worker.context)
+        asked, names = kind.from_body(body), self.names()
         if asked.model not in names:
             raise ChatError(404, f"the model {asked.model!r} is not served here; there are {', '.join(names)}", "model",
                             "model_not_found")
@@ -121,7 +161,8 @@ class PendingCompletions:
         step = asked.model.rpartition("@")[2]  # the policy version in a name such as RUN@12
         version = int(step) if step.isdecimal() else None
         self.chat, self.asked, self.turns = chat, asked, list[Turn]()
-        self.calls = [Call(ids, params_of(asked, len(ids), place, chat.worker.context), adapter, key, version)
+        self.calls = [Call(ids, params_of(asked, len(ids), place, chat.worker.context), adapter, key, version,
+                           user=chat.user)
                       for ids in prompts for place, key in enumerate(keys)]
         for call in self.calls:
             chat.worker.submit(call)
@@ -144,7 +185,8 @@ class PendingCompletions:
                                 "model_not_found") from error
             raise ChatError(500, f"the engine could not answer ({type(error).__name__}: {error})") from error
         self.turns.append(turn)
-        return turn, None if count is None else self.chat.texts.logprobs(turn, likeliest, count)
+        return turn, None if count is None else await self.chat.aside(
+            partial(self.chat.texts.logprobs, turn, likeliest, count))
 
     async def answer(self, place: int) -> tuple[Turn, Choice]:
         """Await the turn of call number `place`, and return it with its choice."""
@@ -189,10 +231,11 @@ class PendingChat(PendingCompletions):
     def __init__(self, chat: ChatHandler, asked: ChatRequest, adapter: Adapter, session: str, turn: str) -> None:
         """`turn` names the turn to continue if several match. ChatError for a prompt that is invalid or too long."""
         self.histories, self.kept = chat.histories, False
+        chat.texts.check_kwargs(asked.chat_template_kwargs)
         try:
             self.opening = self.histories.open_prompt(asked.messages, asked.tools, session, asked.model,
                                                       asked.chat_template_kwargs, turn)
-        except (RendererError, ToolFormError) as error:
+        except (RendererError, ToolFormError, TemplateError, TypeError) as error:
             raise ChatError(400, str(error), "tools" if isinstance(error, ToolFormError) else "messages") from error
         try:
             self.submit(chat, asked, adapter, [self.opening.ids],
@@ -203,7 +246,9 @@ class PendingChat(PendingCompletions):
 
     async def answer(self, place: int) -> tuple[Turn, Choice]:
         asked, (turn, told) = self.asked, await self.drawn(place)
-        reading = self.histories.read(self.opening, turn) if asked.tool_choice != "none" else Reading(turn.text)
+        reading = Reading(turn.text)
+        if asked.tool_choice != "none":
+            reading = await self.chat.aside(partial(self.histories.read, self.opening, turn))
         if not asked.parallel_tool_calls:
             reading.calls = reading.calls[:1]
         turn = replace(turn, calls=len(reading.calls) + len(reading.errors), failures=len(reading.errors))
@@ -261,7 +306,10 @@ def params_of(asked: CompletionRequest, prompt: int, place: int, context: int) -
             f"tokens. Please reduce the length of the {field}, or load the model with a larger max_seq_length", field,
             "context_length_exceeded")
     seed = None if asked.seed in (None, -1) else seed_of(asked.seed, place)
-    return SamplingParams(max_tokens=min(room, asked.bound or room), seed=seed, **asked.sampling)
+    try:
+        return SamplingParams(max_tokens=min(room, asked.bound or room), seed=seed, **asked.sampling)
+    except ValueError as error:  # its text begins with the field
+        raise ChatError(400, str(error), str(error).partition(" ")[0], "invalid_value") from None
 
 
 def event(data: dict[str, Any]) -> bytes:

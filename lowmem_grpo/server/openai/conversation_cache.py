@@ -103,6 +103,7 @@ class ConversationCache:
         self.template_kwargs = dict(template_kwargs or {})
         self.dialects: OrderedDict[bytes, Dialect] = OrderedDict()
         self.lock, self.numbers = threading.RLock(), itertools.count()
+        self.rendering = threading.RLock()  # taken before `lock`, for longer: the tokenizer does one thing at a time
         self.keys = itertools.count() if keys is None else keys
         self.mark = secrets.token_hex(3)  # in each name, so that names of another process are unknown here
         self.held: OrderedDict[str, CachedTurn] = OrderedDict()  # least recently used first; a turn before its parent
@@ -118,10 +119,11 @@ class ConversationCache:
         assistant message matches cached turns of this `model`, the prompt extends one. Preferred are, in this order,
         the turn named `turn`, turns of the same session, turns not yet continued, newer ones. RendererError if the
         template refuses."""
-        with self.lock:
+        with self.rendering:
             dialect = self.dialect_for(tools, template_kwargs)
             said = digests([model, dialect.key.decode()], messages)
             parent, ids = self.prompt(dialect, messages, said, session, turn)
+        with self.lock:
             fresh = parent is None or parent.continued > 0
             key = next(self.keys) if fresh or parent is None else parent.key
             if parent is not None:
@@ -151,7 +153,7 @@ class ConversationCache:
             return held.name
 
     def read(self, opening: PromptState, turn: Turn) -> Reading:
-        with self.lock:
+        with self.rendering:
             return opening.dialect.read(turn.completion_ids, turn.text)
 
     def turn(self, name: str) -> Turn | None:
@@ -173,7 +175,7 @@ class ConversationCache:
     ) -> list[str | None]:
         """Return the name of the cached turn that each message in plain form matches, or None. Only turns of `models`
         are searched. If several match, turns that are not `taken` are preferred, then the newest."""
-        with self.lock:
+        with self.rendering, self.lock:
             key = self.dialect_for(tools).key.decode()
             chains = [digests([model, key], messages) for model in models]
             candidates = [[turn for chain in chains for turn in self.ends.get(chain[at + 1], [])]
@@ -206,12 +208,14 @@ class ConversationCache:
     ) -> tuple[CachedTurn | None, list[int]]:
         """Return the cached turn that the messages continue (or None), and the prompt's token ids."""
         last = next((at for at in reversed(range(len(messages))) if messages[at]["role"] == "assistant"), -1)
-        candidates = self.ends.get(said[last + 1]) if 0 <= last < len(messages) - 1 else None
-        if not candidates:
+        with self.lock:
+            candidates = self.ends.get(said[last + 1], []) if 0 <= last < len(messages) - 1 else []
+            parent = max(candidates, default=None, key=lambda held: (
+                held.name == turn, bool(session) and held.session == session, not held.continued, held.number))
+            if parent is not None:
+                self.use(parent)
+        if parent is None:
             return None, self.rendered(dialect, messages)
-        parent = max(candidates, key=lambda held: (held.name == turn, bool(session) and held.session == session,
-                                                   not held.continued, held.number))
-        self.use(parent)
         before = parent.ids()
         rest = list(messages[last + 1:])
         try:

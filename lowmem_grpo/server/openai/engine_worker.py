@@ -84,18 +84,18 @@ class EngineWorker:
             self.waiting.add(call)
         return call.future
 
-    def run(self, function: Callable[[], T], sleep: bool = True) -> "Future[T]":
+    def run(self, function: Callable[[], T], sleep: bool = True, user: str = "") -> "Future[T]":
         """Run a function in the worker's thread while no call is in the engine, and return a future of its result. With
         `sleep`, the engine frees its memory first. RuntimeError if called in the worker's thread."""
         self.check_elsewhere("call the function itself")
-        job = WorkerTask(function, sleep)
+        job = WorkerTask(function, sleep, user)
         self.waiting.add(job)
         return job.future
 
     def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
         """Return a future with the log-probs of the sampled token and of the `count` likeliest tokens, for each
         completion token. They take one more forward pass."""
-        return self.run(partial(self.look_again, call, turn, count), sleep=False)
+        return self.run(partial(self.look_again, call, turn, count), sleep=False, user=call.user)
 
     def close(self, timeout: float | None = None) -> None:
         """Refuse waiting and later items with WorkerClosedError, and wait at most `timeout` seconds for the calls in

@@ -1,5 +1,6 @@
 """`ChatRequest` and `TextRequest`: the checked bodies of completion requests, with messages in a plain form."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -8,17 +9,18 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from lowmem_grpo.config.sampling import FORMAT, PENALTY
-from lowmem_grpo.config.shared import NOT_THE_TEMPLATES
 from lowmem_grpo.config.unsupported import Table, only
 from lowmem_grpo.data.prompt_inputs import plain_message, with_object
 from lowmem_grpo.server.requests import Body, ChatError, shown, words_of
 from lowmem_grpo.types import Message
+from lowmem_grpo.utils import JsonError, check_json
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 KEPT = ("name", "reasoning_content", "thinking")  # text fields that a chat template may read
 OWN = ("role", "content", "tool_calls", "tool_call_id", "turn")
 EMPTY: tuple[Any, ...] = (None, [], {}, "")  # values of fields that are unset, as in replies
 MOST_COMPLETIONS, MOST_TEXTS = 128, 4096
+MOST_STOPS, MOST_STOP = 64, 1024  # each is searched for after each token of all who are decoded together
 DRAWN = {"temperature", "top_p", "top_k", "min_p", "stop"}
 OF_THE_CALLER = ("metadata", "prompt_cache_key", "safety_identifier", "store", "user")  # ignored
 REFUSED: Table = {
@@ -105,9 +107,20 @@ def calls_of(tool_calls: Any, place: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ChatError(400, f"{place}[{at}] is {shown(call)}; it must be {{'id': ..., 'type': 'function', "
                             "'function': {'name': ..., 'arguments': '{...}'}}", f"{place}[{at}]")
+        arguments = arguments_of(function.get("arguments"), f"{place}[{at}].function.arguments")
         calls.append({"id": str(call.get("id") or ""), "type": "function", "function": {
-            "name": function["name"], "arguments": with_object(function)["arguments"]}})
+            "name": function["name"], "arguments": arguments}})
     return calls
+
+
+def arguments_of(arguments: Any, place: str) -> Any:
+    """Return the arguments of a call, as an object if they are its text. ChatError for what no template can render."""
+    try:
+        value = with_object({"arguments": arguments})["arguments"]
+        check_json(value, nul=True)
+        return value
+    except JsonError as error:
+        raise ChatError(400, f"{place}: {error}", place) from None
 
 
 def in_order(messages: list[Message]) -> Iterator[Message]:
@@ -130,8 +143,10 @@ def in_order(messages: list[Message]) -> Iterator[Message]:
 
 def stop_of(stop: Any) -> Any:
     texts = [stop] if isinstance(stop, str) else stop
-    if not texts or not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"is {shown(stop)}; it must be a text that is not empty, or a list of these")
+    if (not texts or not isinstance(texts, list) or len(texts) > MOST_STOPS
+            or not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP for text in texts)):
+        raise ValueError(f"is {shown(stop)}; it must be a text that is not empty, of at most {MOST_STOP} characters, "
+                         f"or a list of at most {MOST_STOPS} of these")
     return stop
 
 
@@ -205,19 +220,12 @@ def tools_of(tools: Any) -> list[dict[str, Any]] | None:
                 and isinstance(function.get("parameters") or {}, Mapping)):
             raise ChatError(400, f"tools[{at}] is {shown(tool)}; it must be {{'type': 'function', 'function': "
                             "{'name': ..., 'description': ..., 'parameters': {...}}}", f"tools[{at}]")
-    names = [tool["function"]["name"] for tool in tools or []]
-    if twice := [name for name in names if names.count(name) > 1]:
+    names = Counter(tool["function"]["name"] for tool in tools or [])
+    if twice := [name for name, count in names.items() if count > 1]:
         raise ChatError(400, f"two tools are called {twice[0]!r}, so a call could mean either; rename one of them",
                         "tools")
     return [{"type": "function", "function": {**tool["function"], "parameters": tool["function"].get("parameters")
                                               or NO_PARAMETERS}} for tool in tools] if tools else None
-
-
-def template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    if own := sorted(set(kwargs) & set(NOT_THE_TEMPLATES)):
-        raise ChatError(400, f"chat_template_kwargs has {own[0]}, which is not the template's to choose; leave it out",
-                        "chat_template_kwargs")
-    return kwargs
 
 
 class ChatRequest(CompletionRequest):
@@ -229,7 +237,7 @@ class ChatRequest(CompletionRequest):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Likeliest = 0
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_kwargs)] = {}
+    chat_template_kwargs: dict[str, Any] = {}  # checked where the template is known
 
     @model_validator(mode="after")
     def check_names(self) -> Self:

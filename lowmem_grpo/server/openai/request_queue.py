@@ -1,4 +1,4 @@
-"""`RequestQueue`: fair queues of calls and tasks for an engine's owner; `EngineSession`: the calls in the engine."""
+"""`RequestQueue`: calls and tasks for an engine's owner, fair to users; `EngineSession`: the calls in the engine."""
 
 import itertools
 import logging
@@ -17,6 +17,7 @@ from lowmem_grpo.engines.base import Engine, Request
 from lowmem_grpo.types import Rollout, Turn
 
 LIVE = "live"  # the adapter in the model, as it is during sampling
+Line = tuple[str, tuple[object, ...] | None]
 Round = tuple[int, float]  # the number of calls served together, and the seconds until all were finished
 NO_ROUND: Round = (0, 0.0)
 QUIET = 0.05  # the next round starts after this fraction of a round's seconds without a new call
@@ -36,6 +37,7 @@ class Call:
     version: int | None = None  # the policy version, if `adapter` is a saved one
     future: "Future[Turn]" = field(default_factory=Future)
     seed: int = 0  # the resolved seed, set by the worker
+    user: str = ""  # users have turns
 
     @cached_property
     def batch_key(self) -> tuple[object, ...]:
@@ -53,15 +55,18 @@ class WorkerClosedError(RuntimeError):
 class WorkerTask:
     function: Callable[[], Any]
     sleep: bool  # whether the engine frees its memory first
+    user: str = ""
     future: "Future[Any]" = field(default_factory=Future)
 
 
 class RequestQueue:
-    """One queue per `batch_key` of calls and one for tasks (key None), served round robin."""
+    """The calls and tasks that wait: a line for each user and `batch_key` (None: tasks). Users have turns, and within a
+    turn of a user the user's lines. In a turn at most `turn` calls are taken from a user (None: any number)."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.lines: dict[tuple[object, ...] | None, deque[Any]] = {}  # non-empty queues, the next to serve first
+        self.lines: dict[Line, deque[Any]] = {}  # non-empty ones, the next to serve first
+        self.turn: int | None = None
         self.closed = False
 
     def add(self, item: Call | WorkerTask) -> None:
@@ -71,7 +76,8 @@ class RequestQueue:
                 item.future.set_exception(WorkerClosedError("the engine is closed: nothing is sampled or run any more; "
                                                             "start the server or register the model again"))
                 return
-            self.lines.setdefault(item.batch_key if isinstance(item, Call) else None, deque()).append(item)
+            line = item.user, item.batch_key if isinstance(item, Call) else None
+            self.lines.setdefault(line, deque()).append(item)
             self.changed.notify_all()
 
     def next(self) -> WorkerTask | Call | None:
@@ -81,20 +87,25 @@ class RequestQueue:
             if self.closed:
                 return None
             line = next(iter(self.lines))
-            if line is not None:
+            if line[1] is not None:
                 call: Call = self.lines[line][0]
                 return call
-            jobs = self.lines.pop(None)
-            job: WorkerTask = jobs.popleft()
-            if jobs:
-                self.lines[None] = jobs  # moves to the end
+            job: WorkerTask = self.lines[line].popleft()
+            self.end_turn(line)
             return job
+
+    def end_turn(self, served: Line) -> None:
+        """Move a user's lines behind those of others, and the one that was served behind the user's own."""
+        own = sorted((line for line in self.lines if line[0] == served[0]), key=lambda line: line == served)
+        for line in own:
+            if waiting := self.lines.pop(line):
+                self.lines[line] = waiting
 
     def take_calls(
         self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, expected: Round
     ) -> list[Call]:
-        """Return up to `most` calls (None: all) with this `batch_key`. If items of another key wait, return none,
-        unless these are the `first` calls of a session.
+        """Return up to `most` calls (None: all) with this `batch_key`, one of each user after another. If items of
+        another key wait, return none, unless these are the `first` calls of a session.
 
         With `wait`, block until an item comes, and then until there are as many calls as in the `expected` round. Stop
         waiting if an item of another key comes, or if no call comes for a fraction of that round's seconds."""
@@ -102,20 +113,27 @@ class RequestQueue:
             if wait:
                 self.changed.wait_for(lambda: self.lines or self.closed)
                 count, quiet = expected[0], min(max(LEAST, QUIET * expected[1]), MOST_QUIET)
-                while not self.closed and list(self.lines) == [batch_key] and len(self.lines[batch_key]) < count:
+                while not self.closed and self.only(batch_key) and sum(map(len, self.lines.values())) < count:
                     if not self.changed.wait(quiet):
                         break
-            if self.closed or (not first and any(line != batch_key for line in self.lines)):
+            if self.closed or (not first and not self.only(batch_key)):
                 return []
-            line = self.lines.pop(batch_key, deque())
-            taken = [line.popleft() for _ in range(len(line) if most is None else min(most, len(line)))]
-            if line:
-                self.lines[batch_key] = line  # moves to the end
+            lines = [line for line in self.lines if line[1] == batch_key]
+            each = max((len(self.lines[line]) for line in lines), default=0)
+            calls = [(line, place) for place in range(min(each, self.turn or each)) for line in lines
+                     if place < len(self.lines[line])]
+            taken = [self.lines[line].popleft() for line, _ in calls[:most]]
+            for line in dict(calls[:most]):
+                self.end_turn(line)
             return taken
+
+    def only(self, batch_key: tuple[object, ...]) -> bool:
+        return all(line[1] == batch_key for line in self.lines)
 
     def drain(self, batch_key: tuple[object, ...]) -> list[Call]:
         with self.changed:
-            return list(self.lines.pop(batch_key, ()))
+            lines = [line for line in self.lines if line[1] == batch_key]
+            return [call for line in lines for call in self.lines.pop(line)]
 
     def close(self) -> list[Call | WorkerTask]:
         """Refuse new items, and return those that waited."""

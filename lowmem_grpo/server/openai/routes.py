@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 from fastapi import APIRouter, Request, Response
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -15,6 +16,7 @@ from lowmem_grpo.server.openai.chat_handler import DONE, ChatHandler, Choice, ev
 from lowmem_grpo.server.openai.request_queue import LIVE
 from lowmem_grpo.server.openai.sessions import OpenSessions
 from lowmem_grpo.server.requests import CLOSED, NO_RETRY, ChatError, Limits, json_of
+from lowmem_grpo.utils import JsonError
 
 CLIENT_LEFT = 499  # nginx's code for it; no client reads it
 SINCE = int(time.time())  # start of this program, as `created` of its models
@@ -58,12 +60,12 @@ class Completions:
         limits = self.limits
         try:
             async with asyncio.timeout(limits.seconds):
-                body = json_of(await request.body())
+                body = await run_in_threadpool(json_of, await request.body(), True)
         except TimeoutError:
             raise ChatError(408, f"the request's body did not come within {limits.seconds:g} seconds", None,
                             "timeout") from None
-        except ValueError as error:
-            raise ChatError(400, str(error), None, "invalid_json") from None
+        except JsonError as error:
+            raise ChatError(400, str(error), error.field or None, "invalid_json") from None
         messages = body.get("messages")
         if isinstance(messages, list) and len(messages) > limits.messages:
             raise ChatError(400, f"messages has {len(messages)} entries; at most {limits.messages} are taken: send "

@@ -1,17 +1,31 @@
-"""`TokenTexts`: the text and bytes of tokens, and the log-probabilities of a reply in OpenAI's two forms."""
+"""`TokenTexts`: the text and bytes of tokens, the log-probabilities of a reply in OpenAI's two forms, and what a
+tokenizer says about requests: texts that are too long for it, and options of its chat template."""
 
+import inspect
 import re
 import threading
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
+from jinja2.ext import Extension
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import SandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lowmem_grpo.data.prompt_inputs import text_ids
 from lowmem_grpo.engines.request_output import Logprob
+from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Turn
 
 BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # bytes by letter in byte-level vocabularies
+NOT_A_CLIENTS = {"messages", "raise_exception", "strftime_now",
+                 *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+MOST_KWARGS = 4096  # characters of a request's template options
 ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -23,7 +37,39 @@ class TokenTexts:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self.by_bytes = "ByteLevel" in str(getattr(backend, "decoder", ""))
         self.added = set(tokenizer.added_tokens_decoder)
+        self.longest = max(map(len, tokenizer.get_vocab()), default=1)  # most characters of a token
         self.lock = threading.Lock()
+
+    def check_size(self, body: Mapping[str, Any], field: str, context: int) -> None:
+        """Raise ChatError for a text that cannot fit the context, however well it is encoded."""
+        prompt = body.get(field)
+        texts = [prompt] if field == "messages" or not isinstance(prompt, list) else prompt
+        for value in (*texts, body.get("tools")):
+            if (size := letters(value)) > context * self.longest:
+                raise ChatError(
+                    400, f"This model's maximum context length is {context} tokens. However, your request has a text "
+                    f"of {size} characters, and a token has at most {self.longest}. Please reduce the length of the "
+                    f"{field}", "tools" if value is body.get("tools") else field, "context_length_exceeded")
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables of the chat template that a request may set."""
+        language = SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols", Generation])
+        held = self.tokenizer.chat_template or ""
+        read = [find_undeclared_variables(language.parse(source))
+                for source in (held.values() if isinstance(held, dict) else [held])]
+        return frozenset(set().union(*read) - {*NOT_A_CLIENTS, *language.globals, *self.tokenizer.special_tokens_map})
+
+    def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise ChatError for options of the chat template that a request may not set, or that are very long."""
+        for name in sorted(kwargs.keys() - self.variables):
+            why = ("is not a client's to choose" if name in NOT_A_CLIENTS
+                   else "the model's chat template does not read")
+            raise ChatError(400, f"chat_template_kwargs has {name[:80]}, which {why}; leave it out. It reads "
+                                 f"{', '.join(sorted(self.variables)) or 'none'}", "chat_template_kwargs")
+        if letters(kwargs) > MOST_KWARGS:
+            raise ChatError(400, f"chat_template_kwargs has {letters(kwargs)} characters; it may have {MOST_KWARGS}",
+                            "chat_template_kwargs")
 
     def encode(self, text: str) -> list[int]:
         with self.lock:
@@ -52,10 +98,27 @@ class TokenTexts:
         return {"content": content, "refusal": None}
 
 
+class Generation(Extension):
+    """The tag `generation`, which transformers adds to the language of chat templates."""
+
+    tags = {"generation"}  # as the base class declares it
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def letters(value: Any) -> int:
+    """Return the number of characters of all texts in a JSON value."""
+    if isinstance(value, Mapping):
+        return sum(letters(name) + letters(inner) for name, inner in value.items())
+    return len(value) if isinstance(value, str) else sum(map(letters, value)) if isinstance(value, list | tuple) else 0
+
+
 def older_logprobs(content: list[dict[str, Any]], with_others: bool) -> dict[str, Any]:
     """Return logprobs in the form of OpenAI's older API; `with_others` adds the likeliest tokens."""
     tokens = [entry["token"] for entry in content]
     others = [{other["token"]: other["logprob"] for other in entry["top_logprobs"]} for entry in content]
     return {"tokens": tokens, "token_logprobs": [entry["logprob"] for entry in content],
             "top_logprobs": others if with_others else None,
-            "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))]}
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[:len(tokens)]}

@@ -147,7 +147,8 @@ class Page:
         return Response(json.dumps(shown, allow_nan=False, separators=(",", ":")), media_type="application/json")
 
     async def act(self, request: Request, action: str) -> Response:
-        """Do the action of a button, or answer with a page that shows the error."""
+        """Do the action of a button, or answer with a page that shows the error, without the place of its files."""
+        run = None
         try:
             user, name = self.user(request), (await form_fields(request)).get("run", "")
             run = (await asyncio.to_thread(self.runs, user, [name])).get(name)
@@ -160,7 +161,8 @@ class Page:
                 return await asyncio.to_thread(zipped_adapter, run.place[0], name)
             await asyncio.to_thread(self.source.act, run, action)
         except (ChatError, ValueError, RuntimeError, OSError) as error:
-            page = plain_page("That was not done", REFUSAL.format(why=escape(str(error))))
+            why = str(error) if run is None else str(error).replace(str(run.place[0]), run.title)
+            page = plain_page("That was not done", REFUSAL.format(why=escape(why)))
             return HTMLResponse(page, error.status if isinstance(error, ChatError) else 409)
         return RedirectResponse(f"/{query_of(name)}", 303)
 

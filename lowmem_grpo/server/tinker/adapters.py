@@ -31,10 +31,12 @@ from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 ALPHA = 32  # as in the protocol's own service, for every rank, so that its programs' learning rates fit
 MOST_RANK = 512
+MOST_NOTES = 65536  # bytes of the metadata of a model, or of saved weights
 AnySeed = BeforeValidator(lambda seed: secrets.randbits(31) if seed is None else seed)
 Seed = Annotated[int, Field(ge=0, lt=2**31), AnySeed]
 Share = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+Moderate = Annotated[float, Field(ge=0, le=1e4)]  # above, a product or a weight overflows float32
 # A client's notes on a model, or on its saved weights; the client reads texts
 Metadata = Annotated[dict[str, str] | None, BeforeValidator(lambda notes: {
     key: note if isinstance(note, str) else json.dumps(note) for key, note in notes.items()
@@ -52,7 +54,15 @@ class LoraSettings(Body, extra="forbid", populate_by_name=True):
     user_metadata: Metadata = None
 
     def with_metadata(self, metadata: Metadata) -> Self:
-        return self.model_copy(update={"user_metadata": metadata})
+        """Return a copy with a client's notes. ValueError if they are too long: lists return those of all models."""
+        copy = self.model_copy(update={"user_metadata": metadata})
+        if copy.notes_size > MOST_NOTES:
+            raise ValueError(f"user_metadata has {copy.notes_size:,} bytes; at most {MOST_NOTES:,} are kept")
+        return copy
+
+    @property
+    def notes_size(self) -> int:
+        return 0 if self.user_metadata is None else len(json.dumps(self.user_metadata).encode())
 
     @model_validator(mode="after")
     def check_trained(self) -> Self:
@@ -65,11 +75,11 @@ class LoraSettings(Body, extra="forbid", populate_by_name=True):
 class Adam(Body, extra="forbid"):
     """Adam's settings for one optimizer step, under the protocol's names."""
 
-    learning_rate: NotNegative = 1e-4
+    learning_rate: Moderate = 1e-4
     beta1: Share = 0.9
     beta2: Share = 0.95
-    eps: NotNegative = 1e-12
-    weight_decay: NotNegative = 0.0
+    eps: Moderate = 1e-12
+    weight_decay: Moderate = 0.0
     grad_clip_norm: NotNegative = 0.0  # 0 does not clip
     type: Any = None  # ignored
 

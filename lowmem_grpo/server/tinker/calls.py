@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from lowmem_grpo.server.requests import Body, Natural, Positive, shown, words_of
+from lowmem_grpo.server.requests import Body, Natural, Positive, json_of, shown, words_of
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import Adam, LoraSettings, Metadata
 from lowmem_grpo.server.tinker.datum import as_bytes, from_bytes
@@ -26,6 +26,8 @@ Numbers = Annotated[list[Number], Field(fail_fast=True)]
 
 def read(kind: type[B], body: bytes | dict[str, str]) -> B:
     """Parse a JSON body, or a query's parameters, as an object of this class. ValueError names a wrong field."""
+    if isinstance(body, bytes):
+        json_of(body)
     try:
         return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate_strings(body)
     except ValidationError as error:

@@ -70,14 +70,15 @@ def entries_of(tensor: Any, where: str, length: int, dtype: torch.dtype) -> Entr
 def csr_cells(matrix: Any, where: str, shape: list[int]) -> Tensor:
     crow, columns = (from_bytes(getattr(matrix, name), torch.int64, f"{where}.{name}")
                      for name in ("crow_indices", "col_indices"))
-    if len(crow) != shape[0] + 1 or crow[0] != 0 or crow[-1] != len(columns) or bool((crow.diff() < 0).any()):
+    # neighbours are compared: differences of numbers that far apart wrap round
+    if (len(crow) != shape[0] + 1 or crow[0] != 0 or crow[-1] != len(columns) or bool((crow[1:] < crow[:-1]).any())):
         raise ValueError(f"{where}.crow_indices must be {shape[0] + 1} numbers that never fall, from 0 to the number "
                          f"of columns that are listed, {len(columns)}")
     rows = torch.repeat_interleave(torch.arange(shape[0]), crow.diff())
-    cells = rows * shape[1] + columns
-    if len(columns) and (bool(((columns < 0) | (columns >= shape[1])).any()) or bool((cells.diff() <= 0).any())):
+    if bool(((columns < 0) | (columns >= shape[1])).any()) or bool(
+            ((columns[1:] <= columns[:-1]) & (rows[1:] == rows[:-1])).any()):
         raise ValueError(f"{where}.col_indices must rise within a row, and be 0 to {shape[1] - 1}")
-    return cells
+    return rows * shape[1] + columns
 
 
 def values_of(tensor: Any, data: bytes, where: str, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ before it is sent: a kill of the server loses neither. A power failure may lose 
 import contextlib
 import json
 import re
+import secrets
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ TABLES = [
     answer BLOB, media TEXT, PRIMARY KEY (model, seq))""",
     "CREATE TABLE IF NOT EXISTS tinker_times (model TEXT PRIMARY KEY, asked REAL NOT NULL)",
     "CREATE TABLE IF NOT EXISTS tinker_samplers (id TEXT PRIMARY KEY, owner TEXT NOT NULL, snapshot TEXT)",
+    """CREATE TABLE IF NOT EXISTS tinker_starts (
+    model TEXT NOT NULL, seq INTEGER NOT NULL, ends INTEGER NOT NULL, server TEXT NOT NULL,
+    PRIMARY KEY (model, seq))""",
     """CREATE INDEX IF NOT EXISTS tinker_open ON tinker_promises (model, answer IS NULL, LENGTH(body))
     WHERE answer IS NULL OR body IS NOT NULL""",
 ]
@@ -57,6 +61,7 @@ class ModelRequest:
     seq: int
     kind: str
     body: bytes
+    owner: str = ""  # the user of the next request
 
     @property
     def id(self) -> str:
@@ -111,7 +116,7 @@ class RequestStore:
     """Stores sessions, models, requests and answers. Thread-safe; a change survives a kill once its method returns."""
 
     def __init__(self, database: Database) -> None:
-        self.database = database
+        self.database, self.server = database, secrets.token_hex(8)
         database.add(TABLES)
 
     def open_of(self, owner: str) -> tuple[int, int, bool]:
@@ -122,6 +127,11 @@ class RequestStore:
             "TOTAL(answer IS NULL AND seq = done + 1) AS next FROM tinker_models JOIN tinker_promises ON model = id "
             "WHERE owner = ? AND (answer IS NULL OR body IS NOT NULL)", (owner,))[0]
         return int(totals["requests"]), int(totals["bodies"]), totals["next"] > 0
+
+    def answers_of(self, owner: str) -> int:
+        """Return the bytes of the answers that are kept for a user's models."""
+        return int(self.database.rows("SELECT TOTAL(LENGTH(answer)) AS bytes FROM tinker_models JOIN tinker_promises "
+                                      "ON model = id WHERE owner = ?", (owner,))[0]["bytes"])
 
     def asked(self, model: str, seq: int) -> ModelRequest | None:
         """Return the stored request of this number, or None; its body is empty if it was deleted."""
@@ -198,9 +208,17 @@ class RequestStore:
     def next(self, model: str) -> ModelRequest | None:
         """Return the next request to run; None if it has not come."""
         row = self.database.row(
-            "SELECT model, seq, kind, body FROM tinker_promises WHERE model = ? AND seq = "
-            "(SELECT done + 1 FROM tinker_models WHERE id = ?)", (model, model))
-        return None if row is None else ModelRequest(row["model"], row["seq"], row["kind"], row["body"] or b"")
+            "SELECT model, seq, kind, COALESCE(body, X'') AS body, owner FROM tinker_promises JOIN tinker_models "
+            "ON model = id WHERE model = ? AND seq = done + 1", (model,))
+        return None if row is None else ModelRequest(**row)
+
+    def count_start(self, asked: ModelRequest) -> int:
+        """Record that a request is about to run, and return how many earlier servers ended while they ran it."""
+        key = (asked.model, asked.seq)
+        self.database.change(
+            "INSERT INTO tinker_starts VALUES (?, ?, 0, ?) ON CONFLICT (model, seq) DO UPDATE SET "
+            "ends = ends + (server != excluded.server), server = excluded.server", (*key, self.server), waits=False)
+        return int(self.database.rows("SELECT ends FROM tinker_starts WHERE model = ? AND seq = ?", key)[0]["ends"])
 
     def since_step(self, model: StoredModel) -> list[ModelRequest]:
         """Return the successful requests since the last optimizer step, in order, to recompute their gradients."""
@@ -219,6 +237,7 @@ class RequestStore:
                 "WHERE model = ? AND seq = ?",
                 (answer.body, answer.media, answer.effect == "added", asked.model, asked.seq))
             connection.execute("UPDATE tinker_models SET done = ? WHERE id = ?", (asked.seq, asked.model))
+            connection.execute("DELETE FROM tinker_starts WHERE model = ?", (asked.model,))
             if state is not None:
                 connection.execute("UPDATE tinker_models SET state = ?, stepped = ? WHERE id = ?",
                                    (state, asked.seq, asked.model))

@@ -84,8 +84,10 @@ class ModelRoutes:
             kind: partial(self.promise, kind) for kind in (OPTIM_STEP, SNAPSHOT, SAVE)}}
 
     def create_session(self, asked: ApiRequest) -> Json:
-        session = secrets.token_hex(16)
+        session, runs = secrets.token_hex(16), self.training.runs
+        runs.check_rows("sessions", asked.owner, self.training.usage.allowances[asked.owner].sessions)
         self.store.open_session(session, asked.owner)
+        runs.beat(session)
         return {"type": "create_session", "session_id": session, "info_message": HEAD}
 
     def heartbeat(self, asked: ApiRequest) -> Json:
@@ -203,6 +205,7 @@ class PromiseRoutes:
             saved = training.checkpoints.find(made.model_path, asked.owner, SAMPLING)
             snapshot = str((training.checkpoints.folder / saved.file).relative_to(training.folder))
         sampler = f"{session}:sample:{made.sampling_session_seq_id}"
+        training.runs.check_rows("samplers", asked.owner, training.usage.allowances[asked.owner].samplers)
         self.store.add_sampler(sampler, asked.owner, snapshot)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
@@ -218,7 +221,8 @@ class PromiseRoutes:
         here = len(asked.body) <= SMALL
         sample = await checked(lambda: calls.read(calls.SampleRequest, asked.body), here)
         return JSONResponse(await checked(lambda: self.sampling.ask(
-            sample, self.adapter_of(sample.sampling_session_id, asked.owner), asked.owner), here))
+            sample, self.adapter_of(sample.sampling_session_id, asked.owner), asked.owner),
+            here and sample.num_samples <= FEW))
 
     def adapter_of(self, sampler: str, owner: str) -> Path | None:
         """Return the adapter folder of a sampling session; None is the base model. UnknownError if it was deleted."""
@@ -237,7 +241,8 @@ class PromiseRoutes:
         if answer is None:
             return JSONResponse({"type": "try_again", "request_id": promise, "queue_state": "active"})
         if calls.wants_json(asked.headers.get("accept", "")):
-            answer = calls.in_json(answer, ":sample:" in promise)
+            found = answer
+            answer = await checked(lambda: calls.in_json(found, ":sample:" in promise), len(found.body) <= SMALL)
         return Response(answer.body, media_type=answer.media)
 
     async def answer(self, promise: str, owner: str) -> ModelReply | None:

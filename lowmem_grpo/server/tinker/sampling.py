@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lowmem_grpo.config.sampling import SamplingParams, seed_of
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.models.packing import Packer, unpack
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
+from lowmem_grpo.server.openai.request import MOST_STOP, MOST_STOPS
 from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import group_of
@@ -50,6 +52,7 @@ class WaitingPrompt:
     adapter: Path | None
     top: int  # the k of the top-k tokens
     last: int  # the number of last tokens to score
+    owner: str
     future: "Future[Scored]" = field(default_factory=Future)
 
     def scored(self, logprobs: Tensor, ids: Tensor, values: Tensor) -> Scored:
@@ -70,10 +73,12 @@ class PromptScoring:
         self.worker, self.lock, self.waiting = worker, threading.Lock(), list[WaitingPrompt]()
         self.packer = Packer(worker.policy.device, worker.memory.train)
 
-    def ask(self, ids: list[int], adapter: Path | None, top: int = 0, last: int | None = None) -> "Future[Scored]":
+    def ask(
+        self, ids: list[int], adapter: Path | None, top: int = 0, last: int | None = None, owner: str = "",
+    ) -> "Future[Scored]":
         """Return a future of a prompt's log-probabilities under the base model, or under a saved adapter. `top` is the
         k of the top-k tokens; only the `last` tokens are scored (None: all)."""
-        prompt = WaitingPrompt(ids, adapter, top, len(ids) if last is None else last)
+        prompt = WaitingPrompt(ids, adapter, top, len(ids) if last is None else last, owner)
         if len(ids) == 1:
             prompt.future.set_result(prompt.scored(torch.empty(0), torch.empty(0, top), torch.empty(0, top)))
             return prompt.future
@@ -85,13 +90,13 @@ class PromptScoring:
             if (error := done.exception()) is not None and not prompt.future.done():
                 prompt.future.set_exception(error)
 
-        self.worker.run(self.work, sleep=False).add_done_callback(tell)
+        self.worker.run(partial(self.work, owner), sleep=False, user=owner).add_done_callback(tell)
         return prompt.future
 
     @torch.no_grad()
-    def work(self) -> None:
-        """Score the waiting prompts that use the first one's adapter. If none waits, do nothing."""
-        if not (taken := self.next_prompts()):
+    def work(self, owner: str) -> None:
+        """Score the user's waiting prompts that use the first one's adapter. If none waits, do nothing."""
+        if not (taken := self.next_prompts(owner)):
             return
         groups = [group_of(prompt.ids) for prompt in taken]
         asked = {id(group.rollouts[0]): prompt for group, prompt in zip(groups, taken, strict=True)}
@@ -105,12 +110,14 @@ class PromptScoring:
             for prompt in taken:
                 prompt.future.set_exception(error)
 
-    def next_prompts(self) -> list[WaitingPrompt]:
-        """Take the prompts that wait for the same adapter as the first one, up to AT_ONCE tokens."""
+    def next_prompts(self, owner: str) -> list[WaitingPrompt]:
+        """Take the user's prompts that wait for the same adapter as the first one, up to AT_ONCE tokens."""
         with self.lock:
             taken, left, tokens = list[WaitingPrompt](), list[WaitingPrompt](), 0
+            adapter = next((prompt.adapter for prompt in self.waiting if prompt.owner == owner), None)
             for prompt in self.waiting:
-                fits = prompt.adapter == self.waiting[0].adapter and (not taken or tokens + len(prompt.ids) <= AT_ONCE)
+                fits = (prompt.owner, prompt.adapter) == (owner, adapter) and (
+                    not taken or tokens + len(prompt.ids) <= AT_ONCE)
                 (taken if fits else left).append(prompt)
                 tokens += len(prompt.ids) * fits
             self.waiting = left
@@ -211,8 +218,9 @@ class SampleService:
         params, seed, top = params_of(asked, self.bounds), asked.sampling_params.seed, asked.topk_prompt_logprobs or 0
         self.usage.begin_sample(owner)
         seeds = [None if seed is None else seed_of(seed, number) for number in range(asked.num_samples)]
-        turns = [self.worker.submit(Call(asked.ids, replace(params, seed=each), adapter)) for each in seeds]
-        prompt = (self.scoring.ask(asked.ids, adapter, top, asked.prompt_logprobs_last_n)
+        turns = [self.worker.submit(Call(asked.ids, replace(params, seed=each), adapter, user=owner))
+                 for each in seeds]
+        prompt = (self.scoring.ask(asked.ids, adapter, top, asked.prompt_logprobs_last_n, owner)
                   if asked.scored or top else None)
         promise = Promise(owner, turns, prompt, asked, adapter, [f"seq-{secrets.token_hex(8)}" for _ in turns])
         left = itertools.count(1 - len(promise.parts))
@@ -260,6 +268,9 @@ def stop_of(stop: Any, bounds: ModelBounds) -> dict[str, Any]:
     listed = [stop] if isinstance(stop, str) else stop
     for kind, name in ((int, "stop_token_ids"), (str, "stop")):
         if isinstance(listed, list) and all(type(item) is kind and item != "" for item in listed):
+            if len(listed) > MOST_STOPS or (kind is str and max(map(len, listed), default=0) > MOST_STOP):
+                raise ValueError(f"sampling_params.stop has {len(listed)} entries, or a long one; at most {MOST_STOPS} "
+                                 f"are taken, of at most {MOST_STOP} characters")
             if wrong := [item for item in listed if kind is int and not 0 <= item < bounds.vocabulary]:
                 most = bounds.vocabulary - 1
                 raise ValueError(f"sampling_params.stop has {wrong[0]}; the model's token ids are 0 to {most}")

@@ -36,6 +36,7 @@ from lowmem_grpo.server.users import Allowances, User
 
 SCHEME = "tinker://"
 MICRO_BATCH = 8192  # the most tokens of a micro-batch
+TURN = 32  # completions of one user that are decoded before another user has a turn
 AT_A_TIME = 2048  # concurrent requests over OpenAI's routes; the worker decodes them together
 
 
@@ -78,7 +79,7 @@ def chats_over(worker: EngineWorker, checkpoints: CheckpointStore, base: str) ->
     @cache
     def chat_of(user: User) -> ChatHandler:
         return ChatHandler(worker, lambda: SavedModels(base, checkpoints, user.name),
-                           ConversationCache(worker.tokenizer, keys=keys))
+                           ConversationCache(worker.tokenizer, keys=keys), user.name)
 
     return chat_of
 
@@ -100,13 +101,16 @@ class ServedModel:
 
 
 def serve_model(
-    name: str, database: Database, folder: Path, allowances: Allowances | None = None, **loading: Any
+    name: str, database: Database, folder: Path, allowances: Allowances | None = None, alone: bool = False,
+    **loading: Any,
 ) -> ServedModel:
-    """Load a model, and resume its clients' models from `folder`. `loading` goes to `from_pretrained`."""
+    """Load a model, and resume its clients' models from `folder`. If there is only one user (`alone`), no completions
+    of others are waited for, and all of the user's are decoded together. `loading` goes to `from_pretrained`."""
     model, _ = FastLanguageModel.from_pretrained(name, **loading)
     lora = FastLanguageModel.get_peft_model(model, r=1)  # the active adapter while no client's is
     policy = Policy(lora.inner)
     worker = EngineWorker(lora, policy=policy)
+    worker.waiting.turn = None if alone else TURN
     cut = Cut(MICRO_BATCH)
     adapters = Adapters(policy, Packer(policy.device, worker.memory.train), cut, lora.loaded.offload)
     config = policy.base.config

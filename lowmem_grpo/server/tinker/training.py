@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 CREATE, OPTIM_STEP, SNAPSHOT, SAVE, LOAD = (
     "create_model", "optim_step", "save_weights_for_sampler", "save_weights", "load_weights")
 SNAPSHOTS = 8  # unnamed snapshots kept for each model, the newest
+MOST_ENDS = 2  # servers that may die in one request: the first one may have been killed for another reason
 HELD = 16  # models in GPU memory; the least recently used are dropped, and loaded from the disk when needed
 
 
@@ -87,6 +88,8 @@ class Training:
             if not left:
                 raise
             self.unload(left[0])
+        if settings.notes_size and self.store.asked(model, 0) is None:
+            self.usage.check_storage(owner, settings.notes_size)
         self.runs.touch(model)
         self.store.add_model(model, owner, settings, kind, body)
         self.pump(model)
@@ -116,7 +119,7 @@ class Training:
             if model in self.busy or (asked := self.store.next(model)) is None:
                 return
             self.busy.add(model)
-        self.worker.run(lambda: self.do(asked)).add_done_callback(lambda done: self.done(asked, done))
+        self.worker.run(lambda: self.do(asked), user=asked.owner).add_done_callback(lambda done: self.done(asked, done))
 
     def done(self, asked: ModelRequest, done: "Future[Any]") -> None:
         """Wake the clients that poll for a request that has run, and start the model's next request."""
@@ -146,7 +149,8 @@ class Training:
         """Run a request and store its answer. On an OSError store none, and reload the model from the disk."""
         state = None
         try:
-            answer = self.answer(asked)
+            ends = self.store.count_start(asked)
+            answer = self.answer(asked) if ends < MOST_ENDS else given_up(asked, ends)
             if answer.effect == "changed":
                 state = f"{asked.model}.{asked.seq}.safetensors".replace(":", "_")
                 self.write_state(asked.model, self.folder / state)
@@ -210,14 +214,15 @@ class Training:
         kind = SAMPLING if asked.kind == SNAPSHOT else TRAINING
         path = path_of(model.id, kind, call.path)
         self.checkpoints.check_free(path, model.owner, call.overwrite or kind == SAMPLING)
-        self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=kind == TRAINING))
+        settings = model.settings.with_metadata(call.user_metadata)
+        self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=kind == TRAINING)
+                                 + settings.notes_size)
         place, now = self.checkpoints.place(model.id, kind, call.path, asked.seq), time.time()
         if kind == SAMPLING:
             self.adapters.snapshot(model.id, place)
         else:
             self.write_state(model.id, place)
         expires = None if call.ttl_seconds is None else now + call.ttl_seconds
-        settings = model.settings.with_metadata(call.user_metadata)
         saved = Saved(path, model.owner, model.id, settings, place.name, size_of(place), now, expires)
         answer = ModelReply.from_json({"type": asked.kind, "path": path})
         return replace(answer, also=partial(self.checkpoints.put, saved))
@@ -273,3 +278,10 @@ class Training:
         for asked in self.store.since_step(model):
             if asked.kind == PASS:
                 self.answer(asked)
+
+
+def given_up(asked: ModelRequest, ends: int) -> ModelReply:
+    """Return the reply to a request during which the server ended so many times."""
+    logger.error("%s is given up: the server ended %d times while it ran", asked.id, ends)
+    return ModelReply.failed(f"the server ended {ends} times while it ran this {asked.kind}, which is therefore not "
+                             "run again; send another one, such as a smaller one, under the next seq_id")

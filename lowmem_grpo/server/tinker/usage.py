@@ -17,11 +17,12 @@ from lowmem_grpo.server.tinker.request_store import (
     UnknownError,
 )
 from lowmem_grpo.server.users import Allowance, Allowances
-from lowmem_grpo.utils import size_text
+from lowmem_grpo.utils import MIB, size_text
 
 SMALL = 16 * 1024  # bytes of a step or a save, accepted even at the limit of bodies, because it may free them
 TABLE = "CREATE TABLE IF NOT EXISTS tinker_gone (id TEXT PRIMARY KEY, owner TEXT NOT NULL)"
 UNLOAD = "unload_model"
+ANSWERS = 64 * MIB  # bytes of answers that are kept whatever the limit of storage
 GONE = 3600.0  # seconds without a heartbeat or request, after which a client's models may be unloaded
 GAP = 60.0  # seconds without a request of a model, after which one that is missing is given up
 SOON = 2.0  # the same if the user just sent an unreadable body: most likely it was the missing request
@@ -53,6 +54,10 @@ class Usage:
             told = (f"bodies: {size_text(bodies)} of this key's requests are kept, and this one has "
                     f"{size_text(len(asked.body))}; at most {size_text(may.bodies)} are: call optim_step, which frees "
                     "them, or send fewer or shorter sequences for a step")
+        elif asked.kind == PASS and (kept := self.store.answers_of(model.owner)) > max(may.storage, ANSWERS):
+            told = (f"storage: {size_text(kept)} of answers are kept for this key, and {size_text(may.storage)} is the "
+                    "most: unload models that are done")
+            is_next = False  # no answer makes room
         else:
             return asked
         if is_next:
@@ -89,10 +94,12 @@ class Usage:
                              "them), or unload models that are done")
 
     def stored(self, owner: str) -> int:
-        states = [self.folder / model.state for model in self.store.models(owner) if model.state is not None]
+        models, saved = self.store.models(owner), self.checkpoints.all(owner)
+        states = [self.folder / model.state for model in models if model.state is not None]
         snapshots = [self.folder / name for name in self.store.snapshots(owner)]
-        saved = [self.checkpoints.folder / entry.file for entry in self.checkpoints.all(owner)]
-        return sum(size_of(path) for path in {*states, *snapshots, *saved})
+        files = {*states, *snapshots, *(self.checkpoints.folder / entry.file for entry in saved)}
+        notes = [each.settings.notes_size for each in models] + [each.settings.notes_size for each in saved]
+        return sum(map(size_of, files)) + sum(notes)
 
 
 def too_many(requests: int, most: int) -> str:
@@ -124,6 +131,30 @@ class Runs:
         patience = SOON if now - self.refused.get(model.owner, -GAP) < GAP else GAP
         return now - max(model.asked, self.began) >= patience
 
+    def check_rows(self, kind: str, owner: str, most: int) -> None:
+        """Raise ValueError if a user has `most` "sessions" or "samplers" after those of clients that left are deleted.
+        """
+        query = f"SELECT COUNT(*) AS have FROM tinker_{kind} WHERE owner = ?"
+        if self.database.rows(query, (owner,))[0]["have"] >= most:
+            self.forget_sessions(owner)
+        if (have := self.database.rows(query, (owner,))[0]["have"]) >= most:
+            raise ValueError(f"{kind}: this key has {have}, and may have {most}: close ServiceClients that are done. "
+                             "Their sessions expire then, or after an hour without a sign of life, once their models "
+                             "are unloaded (POST unload_model)")
+
+    def forget_sessions(self, owner: str) -> None:
+        """Delete sessions without models that were ended, or silent for GONE seconds, and their samplers."""
+        used = {model.id.partition(":")[0] for model in self.store.models(owner)}
+        rows = self.database.rows("SELECT id, finished FROM tinker_sessions WHERE owner = ?", (owner,))
+        gone = [row["id"] for row in rows if row["id"] not in used and (
+            row["finished"] or time.time() - self.beats.get(row["id"], self.began) > GONE)]
+        with self.database.write() as connection:
+            for session in gone:
+                self.beats.pop(session, None)
+                connection.execute("DELETE FROM tinker_sessions WHERE id = ?", (session,))
+                connection.execute("DELETE FROM tinker_samplers WHERE id >= ? AND id < ?",
+                                   (f"{session}:", f"{session};"))
+
     def left(self, owner: str) -> list[StoredModel]:
         """Return this user's models whose session ended, or was silent for GONE seconds; the oldest first."""
         ended = {row["id"] for row in self.database.rows("SELECT id FROM tinker_sessions WHERE finished IS NOT NULL")}
@@ -141,7 +172,8 @@ class Runs:
         with self.database.write() as connection:
             connection.execute("INSERT OR IGNORE INTO tinker_gone VALUES (?, ?)", (model.id, model.owner))
             connection.execute("DELETE FROM tinker_samplers WHERE id >= ? AND id < ?", between)
-            for table, column in (("tinker_promises", "model"), ("tinker_times", "model"), ("tinker_models", "id")):
+            for table, column in (("tinker_promises", "model"), ("tinker_times", "model"),
+                                  ("tinker_starts", "model"), ("tinker_models", "id")):
                 connection.execute(f"DELETE FROM {table} WHERE {column} = ?", (model.id,))
 
     def gone(self, model: str, owner: str) -> ModelReply:

@@ -10,13 +10,18 @@ from types import SimpleNamespace
 import click
 import pytest
 from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.runs.adapter_file import read_adapter
 from lowmem_grpo.runs.files import flush
 from lowmem_grpo.runs.saved_adapter import fingerprint
 from lowmem_grpo.runs.views.console import any_console, print_line
 from lowmem_grpo.runs.views.live import LiveView
-from lowmem_grpo.runs.views.terminal import BetweenWords, CurrentStderr, plain_errors
+from lowmem_grpo.runs.views.samples import shown_sample
+from lowmem_grpo.runs.views.terminal import UNSAFE, BetweenWords, CurrentStderr, echo, plain_errors
 from lowmem_grpo.utils import check_value
 
 ENCODINGS = ["ascii", "cp1252", "cp932", "latin-1", "utf-8"]
@@ -101,3 +106,40 @@ def test_a_file_that_the_system_refuses_is_one_line_also_where_pythons_library_a
     for call in (flush, fingerprint):
         with pytest.raises(click.ClickException, match="missing: No such file or directory; correct"), plain_errors():
             call(tmp_path / "missing")
+
+
+HOSTILE = {
+    "colours": "\x1b[31mred", "a title": "\x1b]0;owned\x07", "a link": "\x1b]8;;http://evil\x1b\\click",
+    "C1": "\x9b31m", "an older line": "good\rbad", "backspace": "rm\x08\x08", "bidi": "\u202egnp.exe",
+    "isolate": "\u2066x", "DEL": "a\x7f", "a line separator": "a\u2028b", "a surrogate": "a\ud800b",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_no_view_passes_on_what_steers_a_terminal(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one escape sequence that a terminal gets is the console's own."""
+    table = Table(text)
+    table.add_row(text, Text(text))
+    console = any_console(force_terminal=True, width=60, color_system=None)
+    for each in (text, Text(text), table, Panel(text, title=text)):
+        console.print(each)
+    print_line(console, text)
+    echo(text)
+    logged = BetweenWords("%(message)s").format(logging.LogRecord("x", 30, "", 0, "%s", (text,), None))
+    shown = capsys.readouterr().out + logged + shown_sample({"prompt": text})["prompt"]
+    assert not UNSAFE.search(shown) and "\ufffd" in shown
+
+
+def test_markup_in_a_text_means_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    console = any_console(force_terminal=True, width=80, color_system=None)
+    console.print("[bold red]x[/] [link=http://evil]here[/link] :smile:")
+    found = capsys.readouterr().out
+    assert "[bold red]x[/]" in found and "]8;" not in found and ":smile:" in found
+    console.print("[/nothing]")  # markup that does not close would raise
+
+
+def test_an_error_that_quotes_a_file_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    name = "\x1b]0;owned\x07\u202e"
+    with pytest.raises(click.ClickException) as shown, plain_errors():
+        read_adapter(tmp_path / name)
+    assert not UNSAFE.search(shown.value.message) and "\ufffd]0;owned" in shown.value.message

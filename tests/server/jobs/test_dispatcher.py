@@ -1,5 +1,6 @@
 """Jobs start in their order, one after the other or together, and what became of them is known after a restart."""
 
+import json
 import os
 import re
 import signal
@@ -228,3 +229,55 @@ def test_a_job_whose_server_is_killed_as_it_starts_again_is_not_ended_as_it_was_
     dispatcher.start_run(job)
     dispatcher.poll()
     assert queue.one(job.id).state == RUNNING
+
+
+@pytest.mark.parametrize(("option", "words"), [
+    ("x=\0", "NUL|character '.x00'"), ("x=\ud800", "character"), ("x=" + "y" * 200_000, "200,003 bytes"),
+])
+def test_a_job_of_an_older_version_that_cannot_start_fails_and_those_behind_it_run(
+    option: str, words: str, queue: JobQueue, dispatcher: Dispatcher, tmp_path: Path
+) -> None:
+    """As stored before options were checked: subprocess refuses NUL and surrogates, Linux words of 128 KiB."""
+    first = queue.submit(JobRequest("small.py", [option]), "me").id
+    second = submit(queue)
+    assert len(queue.all()) == 2 and json.dumps([vars(job) for job in queue.all()], ensure_ascii=False).encode()
+    dispatcher.poll()
+    assert queue.one(first).state == FAILED and re.search(words, queue.one(first).why)
+    polled(Dispatcher(queue, tmp_path), lambda: queue.one(second).state == DONE)
+
+
+def test_any_error_at_a_start_fails_that_job_with_its_reason(queue: JobQueue, dispatcher: Dispatcher) -> None:
+    first, second = submit(queue), submit(queue)
+    queue.folder.mkdir(parents=True)
+    queue.folder_of(queue.one(first)).write_text("a file in the place of the job's folder")
+    polled(dispatcher, lambda: queue.one(second).state == DONE)
+    assert queue.one(first).state == FAILED and "could not be started" in queue.one(first).why
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("odd"), SystemExit("odd"), UnicodeEncodeError("utf-8", "x", 0, 1, "odd")])
+def test_no_error_ends_the_thread_and_each_is_said_once(
+    error: BaseException, dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatcher_module, "EVERY", 0.001)
+    looks = threading.Semaphore(0)
+
+    def poll() -> None:
+        looks.release()
+        raise error
+
+    monkeypatch.setattr(dispatcher, "poll", poll)
+    dispatcher.start()
+    assert all(looks.acquire(timeout=60) for _ in range(5))
+    dispatcher.close()
+    assert caplog.text.count("trying again") == 1 and "odd" in caplog.text
+
+
+def test_what_a_job_wrote_into_its_own_files_fails_the_job_alone(queue: JobQueue, dispatcher: Dispatcher) -> None:
+    first, second = submit(queue, share=0.5), submit(queue, share=0.5)
+    for number, text in ((first, '{"code": 0}'), (second, '{"code": 0, "why": null}')):
+        folder = queue.folder_of(queue.start_job(queue.one(number)))
+        folder.mkdir(parents=True)
+        (folder / keeper.ENDED).write_text(text)
+    dispatcher.poll()
+    assert (queue.one(first).state, queue.one(second).state) == (FAILED, DONE)

@@ -11,6 +11,7 @@ pytest.importorskip("fastapi", reason="the routes need the extra [serve]")
 from starlette.testclient import TestClient
 
 from lowmem_grpo.cli.run import seconds_of
+from lowmem_grpo.cli.serve import checked
 from lowmem_grpo.server.jobs import keeper
 from lowmem_grpo.server.jobs.queue import DONE, RUNNING, STOPPED, WAITING, JobQueue, JobRequest
 from lowmem_grpo.server.jobs.routes import PIECE, jobs_router
@@ -76,8 +77,12 @@ WRONG: dict[str, Any] = {  # words of the answer: what was submitted
     "time_limit is 0; it must be seconds above 0, or None": {"recipe": "arithmetic", "time_limit": 0},
     "time_limit is 1000": {"recipe": "arithmetic", "time_limit": 10**30},
     "share is 1.5": {"recipe": "arithmetic", "share": 1.5},
-    "share is nan": {"recipe": "arithmetic", "share": float("nan")},
-    "is a JSON list": [], "surrogates not allowed": {"recipe": "\ud800"}, "is no JSON": "{", "nested": "[" * 100_000,
+    "share is NaN": {"recipe": "arithmetic", "share": float("nan")},
+    "is a JSON list": [], "recipe has half of a surrogate pair": {"recipe": "\ud800"}, "is no JSON": "{",
+    "nested": "[" * 100_000, "options[1] has the character NUL": {"recipe": "arithmetic", "options": ["a=1", "b=\0"]},
+    "options[0] has half of a surrogate pair": {"recipe": "arithmetic", "options": ["a=\udfff"]},
+    "options have 200,007 bytes; they may have 65,536": {
+        "recipe": "arithmetic", "options": ["a=" + "x" * 200_000, "b=3"]},
 }
 
 
@@ -170,3 +175,27 @@ def test_times_are_read_and_other_texts_refused() -> None:
     for text in ("", "0", "soon", "-3", "1.5h", "h"):
         with pytest.raises(ValueError, match="the time"):
             seconds_of(text)
+
+
+def test_an_answer_does_not_say_where_the_servers_files_are(queue: JobQueue, client: TestClient, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(f"{queue.database.path} was not written: database or disk is full")
+
+    monkeypatch.setattr(queue, "submit", full)
+    found = client.post("/jobs", json={"recipe": "arithmetic"})
+    assert found.status_code == 500 and str(tmp_path) not in found.text and "its log says more" in message(found)
+
+
+def test_a_refused_recipe_file_is_named_without_its_place_and_does_not_end_the_server(tmp_path: Path) -> None:
+    for name, content in {"cut.py": b"OPTIONS = (", "latin.py": b"OPTIONS = \"\xe9\"", "nul.py": b"\0"}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=name) as refused:
+            checked(tmp_path, name, [])
+        assert str(tmp_path) not in str(refused.value)
+
+
+def test_a_refused_option_does_not_tell_the_servers_home() -> None:
+    with pytest.raises(ValueError, match="~/none/at/all") as refused:
+        checked(None, "arithmetic", ["model=~/none/at/all"])
+    assert str(Path.home()) not in str(refused.value)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -256,6 +257,83 @@ def test_64_clients_at_once_each_get_their_own_conversation_token_by_token() -> 
 
     asyncio.run(all_of_them())
     worker.close()
+
+
+def test_others_are_answered_while_a_request_is_encoded_and_what_takes_too_long_is_given_up(
+    chat: ChatHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the order of events: the encoding of one user's text ends after another user was answered."""
+    other, entered, gate = chat_over(chat.worker), threading.Event(), threading.Event()
+
+    def encode(text: str) -> list[int]:
+        entered.set()
+        assert gate.wait(60)
+        return [5, 6]
+
+    monkeypatch.setattr(chat.texts, "encode", encode)
+
+    async def both() -> None:
+        slow = asyncio.create_task(chat.create({"model": "agent", "prompt": "long"}, texts=True))
+        await asyncio.to_thread(entered.wait, 60)
+        assert (await other.create(HELLO))["choices"] and not slow.done()
+        monkeypatch.setattr("lowmem_grpo.server.openai.chat_handler.SECONDS", 0.01)
+        with pytest.raises(ChatError, match="could not be read within") as late:
+            await chat.create(HELLO)  # waits for its own user's thread
+        assert late.value.status == 503
+        gate.set()
+        assert (await slow)["choices"]
+
+    asyncio.run(both())
+
+
+@every_row(("fields", "field", "words"), [
+    ({"messages": [{"role": "user", "content": "x" * 8_000_000}]}, "messages", "a text of 80000"),
+    ({"messages": [{"role": "user", "content": "x" * 9000}] * 1000}, "messages", "context length is 1000 tokens"),
+    ({"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(15_000)]}, "tools", "a text of"),
+    ({"messages": [{"role": "user", "content": "a\ud800"}]}, "messages[0].content", "surrogate"),
+    ({"model": "agent\udfff"}, "model", "surrogate"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {
+        "name": "f", "arguments": '{"a":' * 900 + "1" + "}" * 900}}]}]},
+     "messages[0].tool_calls[0].function.arguments", "nested more than 64"),
+    ({"metadata": json.loads('{"a":' * 900 + "1" + "}" * 900)}, "metadata.a.a.a", "nested"),
+    ({"temperature": 1e-40}, "temperature", "1e-6 or above"), ({"top_p": 5e-324}, "top_p", "1e-6 or above"),
+    ({"stop": ["x"] * 65}, "stop", "at most 64"), ({"stop": "x" * 1025}, "stop", "at most 1024"),
+])
+def test_what_would_harm_others_is_refused_with_its_field_before_it_is_encoded(
+    chat: ChatHandler, fields: dict[str, Any], field: str, words: str
+) -> None:
+    chat.histories.rendered = Mock(side_effect=AssertionError("rendered"))  # type: ignore[method-assign]
+    if "temperature" in fields or "top_p" in fields:
+        del chat.histories.rendered
+    with pytest.raises(ChatError, match=words) as refused:
+        asked(chat, **fields)
+    assert 400 <= refused.value.status < 500 and (refused.value.param or "").startswith(field)
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@every_row(("kwargs", "words"), [
+    *(({name: value}, f"has {name}, which is not a client's to choose") for name, value in {
+        "chat_template": LOOPS, "tools": [], "documents": [{}], "tokenize": True, "continue_final_message": True,
+        "add_generation_prompt": False, "return_dict": True, "tokenizer_kwargs": {}, "messages": [],
+        "conversation": [], "raise_exception": "x"}.items()),
+    ({"range": 3}, "has range, which the model's chat template does not read"),
+    ({"bos_token": "x"}, "has bos_token"), ({"namespace": 1}, "has namespace"), ({"mood": 1}, "It reads tone, wordy"),
+    ({"tone": "x" * 5000}, "has 5004 characters; it may have 4096"),
+])
+def test_of_a_chat_template_a_request_sets_only_the_variables_that_it_reads(
+    chat: ChatHandler, kwargs: dict[str, Any], words: str
+) -> None:
+    plain = chat.worker.tokenizer.chat_template
+    chat.texts.tokenizer.chat_template = (
+        "{% generation %}{% if wordy is defined %}{{ tone | upper }}{% endif %}{% endgeneration %}"
+        f"{{% for n in range(3) %}}{{% break %}}{{% endfor %}}{{{{ bos_token }}}}{plain}")
+    chat.texts.__dict__.pop("variables", None)
+    with pytest.raises(ChatError, match=words) as refused:
+        asked(chat, chat_template_kwargs=kwargs)
+    assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
+    assert asked(chat, chat_template_kwargs={"tone": "x", "wordy": False})["choices"]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -208,3 +209,30 @@ def test_a_key_is_in_the_engine_once_at_a_time(worker: EngineWorker) -> None:
     worker.submit(call_of(worker, "again", key=3)).result(60)
     keys = [request.key for request in engine(worker).requests]
     assert len(set(keys[:3])) == 3 and keys[3] == keys[1]
+
+
+def test_users_have_turns_by_completions_not_by_the_requests_that_came_first() -> None:
+    """Order of events, by hand: 150 completions of one user wait when another asks for one; a turn is at most 32."""
+    worker, order = scripted_worker(), list[str]()
+    worker.waiting.turn, gate = 32, threading.Event()
+    worker.run(gate.wait)
+    asked = [worker.submit(call_of(worker, "many", user="ann")) for _ in range(150)]
+    asked += [worker.submit(call_of(worker, "one", user="bob")),
+              worker.submit(call_of(worker, "one", temperature=0.5, user="eve"))]
+    for name, future in zip(["ann"] * 150 + ["bob", "eve"], asked, strict=True):
+        future.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
+    gate.set()
+    for future in asked:
+        future.result(60)
+    assert order.index("bob") <= 33 and order.index("eve") <= 33 and len(order) == 152
+    worker.close()
+
+
+def test_tasks_of_a_user_with_many_models_do_not_hold_up_anothers_first(worker: EngineWorker) -> None:
+    gate, order = threading.Event(), list[str]()
+    worker.run(gate.wait)
+    tasks = [worker.run(partial(order.append, name), user=name) for name in ["ann"] * 20 + ["bob", "eve", "bob"]]
+    gate.set()
+    for task in tasks:
+        task.result(60)
+    assert order[:6] == ["ann", "bob", "eve", "ann", "bob", "ann"]

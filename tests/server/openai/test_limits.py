@@ -1,6 +1,8 @@
 """A request above a limit of an endpoint is refused with the limit's name, and costs the other requests nothing."""
 
 import json
+import logging
+import resource
 import socket
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from scripted_chat import Gated, ScriptedChat, begun, client_of, until
 from tables import every_row
 
 from lowmem_grpo.agents.endpoint import Endpoint
+from lowmem_grpo.server import server
 from lowmem_grpo.server.requests import Limits
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -128,3 +131,87 @@ def test_sessions_and_their_replies_are_bounded() -> None:
 def test_a_limit_that_is_none_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name} is {value!r}; it must be"):
         Limits(**{name: value})
+
+
+# Connections of who has no key
+
+
+HALF = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Half: "
+
+
+def connected(endpoint: Endpoint, said: bytes = b"") -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", int(endpoint.address.rpartition(":")[2])), timeout=60)
+    made.sendall(said)
+    return made
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Wait until the server has closed a connection, without an answer."""
+    with suppress(ConnectionResetError), connection:
+        return connection.recv(1) == b""
+    return True
+
+
+HALF_A_BODY = (b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-API-Key: KEY\r\n"
+               b"Content-Length: 9\r\n\r\nhalf")
+
+
+@pytest.mark.parametrize("said", [b"", HALF, HALF_A_BODY, b"G"], ids=["nothing", "headers", "a body", "a letter"])
+@pytest.mark.parametrize("before", [False, True], ids=["the first", "the second"])
+def test_a_request_that_does_not_come_is_not_waited_for(
+    said: bytes, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEADERS", 0.1)
+    monkeypatch.setattr(server, "BODY", 0.1)
+    with Endpoint(ScriptedChat()) as endpoint, connected(endpoint) as connection:
+        if before and said:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(65536)
+        connection.sendall(said.replace(b"KEY", endpoint.api_key.encode()))
+        assert is_closed(connection)
+        assert client_of(endpoint).models.list().data
+
+
+def test_connections_without_a_request_give_their_place_to_one_with_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "FRESH", 0.0)
+    monkeypatch.setattr(server, "most_connections", lambda: 4)
+    gate = Gated()
+    with ThreadPoolExecutor(1) as pool, Endpoint(ScriptedChat(gate)) as endpoint:
+        long = pool.submit(client_of(endpoint).chat.completions.create, model="agent", messages=HI)
+        gate.wait_for(1)
+        half = [connected(endpoint, HALF) for _ in range(3)]
+        assert client_of(endpoint).models.list().data
+        assert is_closed(half[0]), "the oldest one went"
+        gate.opened.set()
+        assert long.result(60).choices, "and not the one that was being answered"
+        for each in half[1:]:
+            each.close()
+
+
+def test_there_are_never_more_connections_than_open_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < server.most_connections() < max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], server.BACKLOG + 1)
+    monkeypatch.setattr(server, "most_connections", lambda: 2)
+    with Endpoint(ScriptedChat()) as endpoint:
+        fresh = [connected(endpoint, HALF) for _ in range(6)]
+        assert [is_closed(each) for each in fresh[2:]] == [True] * 4, "those that are new stay for a moment"
+        for each in fresh[:2]:
+            each.close()
+
+
+def test_a_line_that_repeats_is_counted_and_not_written() -> None:
+    """asyncio logs each of its attempts to accept a connection when no more files can be opened."""
+    def line(words: str, *given: str, later: float = 0.0) -> logging.LogRecord:
+        made = logging.LogRecord("asyncio", logging.ERROR, "", 0, words, given, None)
+        made.created = later
+        return made
+
+    repeats = server.Repeats()
+    assert sum(repeats.filter(line("out of system resource")) for _ in range(2000)) == server.OFTEN
+    assert repeats.filter(other := line("another %s", "line")) and other.getMessage() == "another line"
+    after = line("out of system resource", later=server.MINUTE + 1)
+    assert repeats.filter(after)
+    assert after.getMessage() == "out of system resource (1,990 more of these lines were left out)"
+    server.made_for(server.make_server_app({}, str, Limits()))
+    assert all(server.REPEATS in logging.getLogger(name).filters for name in ("asyncio", "uvicorn.error"))

@@ -212,7 +212,7 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_told() -> None:
     (lambda: read(CreateModel, b'{"model_seq_id": 0, "lora_config": {"rank": 4, "bias": 1}}'),
      "lora_config.bias is not .* Known are rank, seed, train_attn, train_mlp"),
     (lambda: read(OptimStep, b'{"adam_params": {"beta2": 1.0}}'), "adam_params.beta2 is 1.0; it must be less than 1"),
-    (lambda: read(OptimStep, b'{"adam_params": {"learning_rate": NaN}}'), "learning_rate is nan"),
+    (lambda: read(OptimStep, b'{"adam_params": {"learning_rate": NaN}}'), "learning_rate is NaN"),
     (lambda: read(OptimStep, b'{"adam_params": {"rho": 1}}'), "adam_params.rho is not .* Known are learning_rate"),
     (lambda: created(adapters(), "a").optim_step("a", Adam()), "call forward_backward"),
     (lambda: of_attention().create("a", LoraSettings(rank=4, attention=False)), "train_attn is False"),

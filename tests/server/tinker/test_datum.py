@@ -121,6 +121,12 @@ def spoiled_matrix(**changes: Any) -> Any:
     (spoiled_matrix(crow_indices=[0, 3, 2, 4]), sparse(WEIGHTS), "never fall"),
     (spoiled_matrix(crow_indices=[-1, 2, 2, 4]), sparse(WEIGHTS), "never fall"),
     (spoiled_matrix(crow_indices=[0, 2, 2, 2**62]), sparse(WEIGHTS), "never fall"),
+    # differences that wrap round to what looks like a rise: -2**63 + 5 less 2**62 is 2**62 + 5
+    (spoiled_matrix(crow_indices=[0, 2**62, -(2**63) + 5, 4]), sparse(WEIGHTS), "never fall"),
+    (spoiled_matrix(crow_indices=[0, 2**63 - 1, -(2**63) + 1, 4]), sparse(WEIGHTS), "never fall"),
+    (sparse(TOKENS), spoiled_matrix(crow_indices=[0, 2**62, -(2**63) + 5, 4]), "dtype 2|never fall"),
+    (spoiled_matrix(col_indices=[0, -(2**63), 0, 1]), sparse(WEIGHTS), "be 0 to 2"),
+    (spoiled_matrix(col_indices=[2**63 - 1, 2, 0, 1]), sparse(WEIGHTS), "be 0 to 2"),
     (spoiled_matrix(col_indices=[0, 3, 0, 1]), sparse(WEIGHTS), "be 0 to 2"),
     (spoiled_matrix(col_indices=[0, -1, 0, 1]), sparse(WEIGHTS), "be 0 to 2"),
     (spoiled_matrix(col_indices=[1, 1, 0, 1]), sparse(WEIGHTS), "rise within a row"),

@@ -1,12 +1,18 @@
 """The queue of a model's requests over HTTP: order, promises, other users, and what a killed server leaves."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import every_row
 from tinker_server import MODEL, OTHER, Server, body, same
 
 from lowmem_grpo.server.tinker import wire
+from lowmem_grpo.server.tinker.request_store import RequestStore
 
 
 def test_requests_are_done_in_the_order_of_their_numbers_not_of_their_arrival(server: Server) -> None:
@@ -82,7 +88,7 @@ def test_another_users_sessions_models_and_promises_are_unknown(server: Server) 
 
 BAD: list[tuple[str, Any, str]] = [
     ("forward_backward", b"\xff" * 9, "no ForwardBackwardRequest"), ("optim_step", b"[1", "no JSON"),
-    ("optim_step", b"[" * 100_000, "no JSON"), ("optim_step", b"[]", "it must be an object"),
+    ("optim_step", b"[" * 100_000, "nested"), ("optim_step", b"[]", "it must be an object"),
     ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": "big"}, f"this server has {MODEL!r}"),
     ("create_model", {"session_id": "S", "model_seq_id": "../x", "base_model": MODEL}, "model_seq_id is '../x'"),
     ("create_model", {"session_id": "S", "model_seq_id": 0, "base_model": MODEL}, "lora_config is missing"),
@@ -188,3 +194,75 @@ def test_a_gradient_whose_norm_overflows_is_dropped_also_after_a_restart_and_the
     server = start()
     assert "there is no gradient" in server.wait(server.optim_step(model, 4)).json()["error"]
     assert server.train(model, 5)["metrics"]["grad_norm"] > 0
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lowmem_grpo.server.tinker.adapters import Adapters
+from tinker_server import Server
+
+run = Adapters.run
+
+def killed(self, model, work):
+    if len(work.data) == 1:
+        os.kill(os.getpid(), int(sys.argv[2]))
+    return run(self, model, work)
+
+Adapters.run = killed  # before the server starts, since it runs stored requests at once
+server = Server(Path(sys.argv[1]))
+if len(sys.argv) == 3:
+    model = server.create()
+    print(model, flush=True)
+    body = b'{"model_id": "%s", "seq_id": 1, "loss_fn": "cross_entropy", "data": [{"tokens": [5], '
+    body = body % model.encode() + b'"target_tokens": [6], "weights": [1]}]}'
+    server.wait(server.post("forward_backward", body, **{"content-type": "application/json"}).json())
+print(server.wait({"request_id": sys.argv[3] + ":1"}).json()["error"])
+print(server.train(sys.argv[3], 2)["metrics"])
+server.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_request_during_which_two_servers_died_is_failed_by_the_third_and_its_model_goes_on(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-c", KILLED, str(tmp_path), str(int(number))]
+    places = os.pathsep.join(["tests/support", ".", *sys.path])
+    model, done = [], []
+    for _ in range(3):
+        done.append(subprocess.run([*words, *model], capture_output=True, text=True, timeout=300, check=False,
+                                   cwd=Path(__file__).parents[3], env=os.environ | {"PYTHONPATH": places}))
+        model = model or done[0].stdout.split()[-1:]
+    assert [each.returncode for each in done] == [-number, -number, 0], done[-1].stderr[-2000:]
+    assert "the server ended 2 times while it ran this forward_backward" in done[-1].stdout
+    assert "grad_norm" in done[-1].stdout
+
+
+def test_only_starts_of_other_servers_count_against_a_stored_request(server: Server) -> None:
+    """What was started and not ended twice before is not run; an error that a server survives is no end of it."""
+    model = server.create()
+    with server.held_up():
+        promises = [server.forward_backward(model, seq, seq) for seq in (1, 2)]
+        store = server.model.training.store
+        [first, second] = [store.asked(model, seq) for seq in (1, 2)]
+        assert first is not None and second is not None
+        ended = [RequestStore(server.database).count_start(first) for _ in range(2)]
+        assert (ended, [store.count_start(second) for _ in range(4)]) == ([0, 1], [0, 0, 0, 0])
+    assert "ended 2 times" in server.wait(promises[0]).json()["error"]
+    assert server.wait(promises[1]).status_code == 200 and server.wait(server.optim_step(model, 3)).json()["metrics"]
+    assert server.database.rows("SELECT * FROM tinker_starts") == []
+
+
+@every_row("adam", [
+    {"learning_rate": 1e38}, {"learning_rate": 1e300}, {"weight_decay": 1e300}, {"weight_decay": 1e38}, {"eps": 1e39},
+])
+def test_a_number_that_adam_cannot_take_is_named(one_server: Server, adam: dict[str, float]) -> None:
+    """torch: value cannot be converted to type float without overflow, or weights that are infinite."""
+    model = one_server.create()
+    one_server.wait(one_server.forward_backward(model, 1, 1))
+    told = one_server.asked("optim_step", model_id=model, seq_id=2, adam_params=adam)
+    assert next(iter(adam)) in told["error"] and told["category"] == "user"
+    assert one_server.train(model, 3)["metrics"]["grad_norm"] > 0

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import MODEL
 from tinker_server import OTHER, Server, body
 
+from lowmem_grpo.server.tinker.usage import GONE
 from lowmem_grpo.server.users import Allowance
 from lowmem_grpo.utils import MIB
 
@@ -125,3 +127,69 @@ def test_models_that_were_not_asked_for_leave_the_card_and_come_back_as_they_wer
         assert len(server.model.training.adapters.held) == min(most, 3)
         found.append([server.wait(server.optim_step(model, 6)).json() for model in models])
     assert found[0] == found[1]
+
+
+def test_a_clients_notes_are_storage_too(served: Any) -> None:
+    """Notes of 60,000 letters in JSON: {"note": "xxx..."} has 12 bytes more."""
+    server, notes = served(storage=100_000), {"note": "x" * 60_000}
+    session = server.post("create_session", {}).json()["session_id"]
+    asked = {"session_id": session, "base_model": MODEL, "lora_config": {"rank": 1}}
+    made = server.post("create_model", asked | {"model_seq_id": 0, "user_metadata": notes}).json()
+    assert server.wait(made).json()["type"] == "create_model"
+    assert server.model.training.usage.stored("owner") == 60_012
+    again = asked | {"model_seq_id": 1, "user_metadata": notes}
+    told = server.post("create_model", again)
+    assert told.status_code == 422 and told.json()["error"]["message"].startswith("storage: this key has 0.1 MiB")
+    assert server.post("create_model", asked | {"model_seq_id": 0, "user_metadata": notes}).json() == made
+    long = server.post("create_model", asked | {"model_seq_id": 2, "user_metadata": {"note": "x" * 70_000}})
+    assert long.status_code == 422 and "user_metadata has 70,012 bytes; at most 65,536" in long.text
+    refused = server.asked("save_weights", model_id=made["model_id"], seq_id=1, path="a", user_metadata=notes)
+    assert refused["error"].startswith("storage: ")
+
+
+def test_answers_are_bounded_too(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowmem_grpo.server.tinker.usage.ANSWERS", 200)
+    server = served(storage=200)
+    model = server.create()
+    told = [server.wait(server.forward_backward(model, seq, seq)).text for seq in range(1, 8)]
+    assert "error" not in told[0] and told[-1].startswith('{"error": "storage: 0.0 MiB of answers are kept')
+
+
+def test_sessions_are_bounded_and_those_that_ended_make_room(served: Any) -> None:
+    server = served(sessions=3)
+    sessions = [server.post("create_session", {}).json()["session_id"] for _ in range(3)]
+    told = server.post("create_session", {})
+    assert told.status_code == 422 and told.json()["error"]["message"].startswith(
+        "sessions: this key has 3, and may have 3: close ServiceClients that are done")
+    assert server.post("create_session", {}, OTHER).status_code == 200
+    server.post(f"sessions/{sessions[0]}/finish", {"reason": "success"})
+    assert server.post("create_session", {}).status_code == 200
+    assert server.post("session_heartbeat", {"session_id": sessions[0]}).status_code == 404
+    server.model.training.runs.beats[sessions[1]] -= GONE + 1  # silent for more than an hour
+    assert server.post("create_session", {}).status_code == 200
+    assert [server.post("session_heartbeat", {"session_id": each}).status_code for each in sessions] == [404, 404, 200]
+
+
+def test_a_session_with_a_model_does_not_expire(served: Any) -> None:
+    server = served(sessions=1)
+    model = server.create()
+    server.model.training.runs.beats.clear()
+    server.model.training.runs.began -= GONE + 1
+    assert server.post("create_session", {}).status_code == 422
+    server.post("unload_model", {"model_id": model})
+    assert server.post("create_session", {}).status_code == 200
+
+
+def test_samplers_are_bounded_and_go_with_their_session(served: Any) -> None:
+    server = served(samplers=2)
+    session = server.post("create_session", {}).json()["session_id"]
+
+    def sampler(number: int) -> Any:
+        return server.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": number,
+                                                       "base_model": MODEL})
+
+    assert [sampler(number).status_code for number in range(3)] == [200, 200, 422]
+    assert "samplers: this key has 2, and may have 2" in sampler(2).text
+    server.post(f"sessions/{session}/finish", {"reason": "success"})
+    session = server.post("create_session", {}).json()["session_id"]
+    assert sampler(0).status_code == 200
