@@ -221,6 +221,15 @@ def refuse_name(name: str, owner: str, table: Mapping[str, str]) -> None:
         raise UnsupportedError(f"{owner} has no {name}. {table[name]}")
 
 
+# control characters but tab and newline, halves of surrogate pairs, and marks that turn the direction of a text
+UNSAFE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Return a text of a file or a model with a sign in place of what a terminal would obey instead of showing it."""
+    return UNSAFE.sub("\ufffd", text)
+
+
 DEEPEST = 64  # nesting of a stranger's JSON: templates, validators and Python's own json recurse over it
 LARGEST = 2**64 - 1  # and -2**63 the least: what 64 bits hold, signed or not
 SIMPLE: frozenset[type] = frozenset({int, float, bool, NoneType})

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.runs.views.terminal import UserPath, plain_errors, quiet, visible
+from lowmem_grpo.runs.views.terminal import UserPath, plain_errors, quiet
+from lowmem_grpo.utils import visible
 
 MAX_TOKENS = 256
 

@@ -20,9 +20,9 @@ from lowmem_grpo.recipes.recipe_file import find_recipe
 from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
 from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
 from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
-from lowmem_grpo.runs.views.terminal import visible
 from lowmem_grpo.trainer.play import Play
 from lowmem_grpo.types import Rollout
+from lowmem_grpo.utils import visible
 
 CONTEXT = 2048  # tokens of prompt and answer
 PATIENT = {"environment_timeout": 24 * 3600.0, "episode_timeout": 24 * 3600.0}  # seconds; leave time to think

@@ -16,7 +16,8 @@ from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.recipe_file import find_recipe, is_recipe_file, run_module, unknown_recipe
 from lowmem_grpo.runs.files import check_place
 from lowmem_grpo.runs.records import RunRecords
-from lowmem_grpo.runs.views.terminal import UserPath, columns, echo, fitting, plain_errors, quiet, visible
+from lowmem_grpo.runs.views.terminal import UserPath, columns, echo, fitting, plain_errors, quiet
+from lowmem_grpo.utils import visible
 
 if TYPE_CHECKING:
     from lowmem_grpo.server.server_dir import ServerClient

@@ -118,9 +118,9 @@ class Saver:
         logged). Return its folder, or None if there is no checkpoint yet; raise CheckpointError if all are broken."""
         checkpoint.clean_leftovers(self.run_dir)
         broken: list[str] = []
-        given = Path(str(wanted)).expanduser()
-        given = given if given.exists() else Path(self.config.home, given)  # the working directory may have changed
-        newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [given]
+        folder = Path(str(wanted)).expanduser()
+        folder = folder if folder.exists() else Path(self.config.home, folder)  # the working directory may have changed
+        newest = checkpoint.list_checkpoints(self.run_dir)[::-1] if wanted is True else [folder]
         for folder in newest:
             try:
                 self.load(folder)

@@ -178,7 +178,7 @@ def pay(rollout: Rollout) -> None:
 class NoPrompts:
     """The prompt source of a run whose groups the caller samples. It has no prompts."""
 
-    epoch, last, round, whole, dataset, skipped = 0.0, 0.0, 0, None, (), MappingProxyType[str, int]({})
+    reached, last, round, whole, dataset, skipped = 0.0, 0.0, 0, None, (), MappingProxyType[str, int]({})
 
     def state(self) -> dict[str, Any]:
         return {}

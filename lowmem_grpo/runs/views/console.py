@@ -14,7 +14,8 @@ from rich.text import Text
 from lowmem_grpo.runs.accuracy import interval_text, wilson_interval
 from lowmem_grpo.runs.trajectory import speaker
 from lowmem_grpo.runs.views.chart import LINES, RIGHT, WRONG, verdict_text
-from lowmem_grpo.runs.views.terminal import between_words, visible
+from lowmem_grpo.runs.views.terminal import between_words
+from lowmem_grpo.utils import visible
 
 IN_A_CELL = "<pre style='line-height:1.3;overflow-x:auto'>{code}</pre>"
 SAMPLED_SIGN, CONTEXT_SIGN = "\u25cf", "\u25cb"  # a full circle and an empty one

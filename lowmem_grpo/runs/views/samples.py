@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from typing import Any
 
 from lowmem_grpo.runs.views.chart import even_places
-from lowmem_grpo.runs.views.terminal import visible
+from lowmem_grpo.utils import visible
 
 Record = dict[str, Any]
 

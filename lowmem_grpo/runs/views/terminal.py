@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -15,11 +14,10 @@ from typing import Any
 import click
 
 from lowmem_grpo.config.launcher import this_place
+from lowmem_grpo.utils import visible
 
 MOST_COLUMNS = 160  # longer lines are hard to read
 PACKAGE = Path(__file__).parents[2]
-# control characters but tab and newline, halves of surrogate pairs, and marks that turn the direction of a text
-UNSAFE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 PYTHONS = Path(logging.__file__).parents[1]  # the folder of Python's standard library
 
 
@@ -54,11 +52,6 @@ def plain_errors() -> Iterator[None]:
         notes = "\n".join(getattr(error, "__notes__", []))
         said = fitting(visible(f"Error: {words}\n{notes}".rstrip()), sys.stderr).removeprefix("Error: ")
         raise click.ClickException(said) from error
-
-
-def visible(text: str) -> str:
-    """Return a text of a file or a model with a sign in place of what a terminal would obey instead of showing it."""
-    return UNSAFE.sub("\ufffd", text)
 
 
 def echo(text: object, err: bool = False) -> None:

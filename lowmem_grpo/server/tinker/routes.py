@@ -241,8 +241,8 @@ class PromiseRoutes:
         if answer is None:
             return JSONResponse({"type": "try_again", "request_id": promise, "queue_state": "active"})
         if calls.wants_json(asked.headers.get("accept", "")):
-            found = answer
-            answer = await checked(lambda: calls.in_json(found, ":sample:" in promise), len(found.body) <= SMALL)
+            done = answer
+            answer = await checked(lambda: calls.in_json(done, ":sample:" in promise), len(done.body) <= SMALL)
         return Response(answer.body, media_type=answer.media)
 
     async def answer(self, promise: str, owner: str) -> ModelReply | None:
