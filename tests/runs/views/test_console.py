@@ -22,7 +22,7 @@ from lowmem_grpo.runs.views.console import any_console, print_line
 from lowmem_grpo.runs.views.live import LiveView
 from lowmem_grpo.runs.views.samples import shown_sample
 from lowmem_grpo.runs.views.terminal import BetweenWords, CurrentStderr, echo, plain_errors
-from lowmem_grpo.utils import check_value
+from lowmem_grpo.utils import UNSAFE, check_value
 
 ENCODINGS = ["ascii", "cp1252", "cp932", "latin-1", "utf-8"]
 TEXT = "é あ 你 ✓ ▁█"
