@@ -14,7 +14,7 @@ ALLOWED = (
     r"\bcards?\b", r"process that uses CUDA cannot fork",  # where there is a card, or none
     r"AVX-512", r"this kernel lacks Landlock",  # of the processor, of the kernel
     r"imports torchvision",  # package indexes have it for CUDA, which does not load beside a torch for CPUs
-    r"reaches no package index",
+    r"reaches no package index", r"package registry cannot be reached",
 )
 
 
