@@ -9,10 +9,10 @@ from bench.common import child
 from bench.common.house import Checkout
 
 BUDGET = {
-    "package lines": 60_250, "core lines": 45_630, "package files": 344, "files below 60 lines with one importer": 0,
+    "package lines": 60_280, "core lines": 45_650, "package files": 344, "files below 60 lines with one importer": 0,
     "folders at the top": 17, "files at the top": 10, "arrows between folders": 135, "class names that stand twice": 6,
     "uses of `found`": 2, "uses of `one`": 0, "uses of `given`": 8, "methods without an object": 6,
-    "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_140, "tests lines": 65_600,
+    "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_140, "tests lines": 65_640,
 }
 FILES = {"first rollout()": 48, "second rollout()": 40, "update()": 42, "chat call": 36, "train(groups)": 74}
 MODULE = '''"""A module."""

@@ -28,6 +28,10 @@ class RecordError(RuntimeError):
     """Raised if a record cannot be read or written, or would overwrite another run; the message says what to do."""
 
 
+class LostLinesError(RecordError):
+    """Raised if lines that a run wrote are gone."""
+
+
 class RunRecords:
     """The append-only records in a run directory."""
 
@@ -104,7 +108,7 @@ class RunRecords:
         self.check_lines()
 
     def check_lines(self) -> None:
-        """Raise RecordError if lines of this run are lost, because a file or the folder was moved, deleted or cut."""
+        """Raise LostLinesError if lines of this run are lost: a file or the folder was moved, deleted or cut."""
         for name, size in self.sizes.items():  # not NONFINITE, which no resume needs
             path = self.run_dir / name
             try:
@@ -112,8 +116,9 @@ class RunRecords:
             except OSError as error:
                 raise RecordError(refused(path, error, size, None)) from error
             if left < size:
-                raise RecordError(f"{path} lost lines that this run wrote: the file or its folder was deleted, moved "
-                                  "or cut while the run went on. Put it back, or begin a new run in another output_dir")
+                raise LostLinesError(
+                    f"{path} lost lines that this run wrote: the file or its folder was deleted, moved or cut while "
+                    "the run went on. Put it back, or begin a new run in another output_dir")
 
     def known(self) -> dict[str, Any]:
         """Return the content of summary.json. A broken file does not stop the run: it is renamed, with a warning."""

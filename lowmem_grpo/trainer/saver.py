@@ -12,7 +12,7 @@ import torch
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs import checkpoint
-from lowmem_grpo.runs.records import RecordError
+from lowmem_grpo.runs.records import LostLinesError, RecordError
 from lowmem_grpo.runs.saved_adapter import CheckpointError, MismatchError
 from lowmem_grpo.runs.state import OF_SETTINGS, Interrupt
 from lowmem_grpo.trainer.parts import TrainerParts
@@ -151,14 +151,14 @@ class Saver:
     @contextmanager
     def saved_before(self, save: Callable[[], Path], interrupt: Interrupt) -> Iterator[None]:
         """Save the state from before this step if an error occurs in this context. Nothing is saved if writing raised
-        the error, after a second Ctrl-C, or in the middle of the optimizer's step."""
+        the error (lost lines are none of writing), after a second Ctrl-C, or in the middle of the optimizer's step."""
         try:
             yield
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             unsaved = CheckpointError, RecordError, *([KeyboardInterrupt] if interrupt.requested else [])
             told = any(note.startswith(SAVED) for note in getattr(error, "__notes__", ()))  # by an inner block
             if (self.state.global_step and self.records.writes and self.learner.whole and not told
-                    and not isinstance(error, unsaved)):
+                    and (isinstance(error, LostLinesError) or not isinstance(error, unsaved))):
                 try:
                     self.go_back()
                     note = f"{SAVED} {save()}; mend the cause, then go on with train(resume_from_checkpoint=True)"
