@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from published_model import published_model
 from vllm_models import CONTEXT, NEEDS_VLLM, engine_on, move_adapter, policy_of
 
+from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
@@ -71,3 +73,21 @@ def test_the_smallest_cache_of_a_context_has_half_the_bytes_and_room_for_one_seq
     with pytest.raises(ValueError, match=f"the key-value cache has {needed - 1:,} bytes; one sequence of"):
         VLLMEngine(policy, engine.tokenizer, CONTEXT,
                    EngineSettings(kv_cache_bytes=needed - 1, kv_cache_dtype="fp8"))
+
+
+def test_on_a_published_model_healthy_samples_go_on_and_those_of_another_adapter_stop() -> None:
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(published_model().folder), max_seq_length=CONTEXT, dtype=torch.bfloat16, load_in_4bit=False)
+    policy = Policy(FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=False))
+    chats = [[{"role": "user", "content": text}] for text in ("Why is the sky blue?", "Tell a story about a shy cat.")]
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    for kind in ("auto", "fp8_e4m3"):
+        with engine_on(policy, kv_cache_dtype=kind) as engine:
+            pairs = zip(prompts, engine.generate(prompts, SamplingParams(n=4, max_tokens=32, seed=1)), strict=True)
+            groups = [RolloutGroup({}, *pair) for pair in pairs]
+            gate = ParityGate(policy, PARAMS, 1, None, state=TrainerState(), cache_dtype=engine.cache_dtype)
+            gate.check(groups)
+        if kind == "auto":
+            move_adapter(policy, 0.05)
+            with pytest.raises(ParityError, match="Likely causes"):
+                gate.check(groups)
