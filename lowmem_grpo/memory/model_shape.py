@@ -327,6 +327,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_fields(path: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Return the object in a model's JSON file. ValueError, with the file, if there is none or `check` refuses it."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -68,6 +68,7 @@ def entries_of(tensor: Any, where: str, length: int, dtype: torch.dtype) -> Entr
 
 
 def csr_cells(matrix: Any, where: str, shape: list[int]) -> Tensor:
+    """Return the places (N,) of a sparse matrix's values in the flat matrix. ValueError for damaged indices."""
     crow, columns = (from_bytes(getattr(matrix, name), torch.int64, f"{where}.{name}")
                      for name in ("crow_indices", "col_indices"))
     # neighbours are compared: differences of numbers that far apart wrap round
