@@ -136,13 +136,12 @@ def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
 class LogitsPolicy(Policy):
     """A policy that computes all logits, in the model's dtype and in float32."""
 
-    def logprobs(
-        self, batch: MicroBatch, temperature: float, entropy_grad: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Return (logprobs (N,), entropy (N,)) of the batch's N completion tokens."""
-        logits = torch.nn.functional.linear(self.hidden(batch), self.head.weight).float() / temperature
-        logprobs = logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
-        return batch.at_trained(logprobs), batch.at_trained(logprobs.detach())
+    def at_head(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
+                entropy_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probabilities (N,), and twice their values in place of the other results."""
+        logits = torch.nn.functional.linear(hidden, self.head.weight).float() / temperature
+        logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        return logprobs, logprobs.detach(), logprobs.detach()
 
 
 class CountedCopies(Copies):

@@ -1,6 +1,7 @@
-"""The objective of a learner, a class per algorithm: which rollouts and tokens count, and the loss of a micro-batch."""
+"""The objective of a learner, a class per algorithm: which rollouts and tokens count, and the loss of a micro-batch.
+`PolicyOutputs` is what the loss may ask the policy for."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
+
+ROUNDING = 1e-5  # log-probabilities in float32 that differ by less are the same
 
 
 class Reducer:
@@ -62,10 +65,54 @@ class StepTotals:
     policy_tokens: float  # those among them whose policy term counts
 
 
+@dataclass
+class PolicyOutputs:
+    """What the policy computes for a micro-batch's N trained tokens. The head runs when the first of log-probabilities,
+    entropy and hits is asked for, once for all three, and never if none is."""
+
+    hidden: Tensor  # (N, D) the last hidden states, in the head's dtype
+    targets: Tensor  # (N,) int64
+    at_head: Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]]  # `Policy.at_head`
+    logits_of: Callable[[Tensor, Tensor, Tensor], Tensor]  # the logits (E,) of tokens (E,) at rows (E,) of `hidden`
+    temperature: float = 1.0
+    scores: tuple[Tensor, Tensor, Tensor] | None = None  # (N,) each, once the head has run: see `at_head`
+
+    def scored(self, entropy_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        if self.scores is None:
+            self.scores = self.at_head(self.hidden, self.targets, self.temperature, entropy_grad)
+        return self.scores
+
+    @property
+    def logprobs(self) -> Tensor:
+        """The log-probabilities (N,) of the targets."""
+        return self.scored()[0]
+
+    def entropy(self, grad: bool = False) -> Tensor:
+        """Return the entropy (N,); with `grad` it has a gradient, and is to be asked for before all else."""
+        entropy = self.scored(grad)[1]
+        if grad and self.hidden.requires_grad and not entropy.requires_grad:
+            raise RuntimeError("entropy(grad=True) comes too late: the head has run, and kept nothing for it. "
+                               "Ask for it before logprobs, hits, several and entropy()")
+        return entropy
+
+    @property
+    def hits(self) -> Tensor:
+        """A tensor (N,) with 1 where the target is the policy's likeliest token, else 0."""
+        logprobs, _, best = self.scored()
+        return (logprobs.detach() >= best - ROUNDING).to(best.dtype)
+
+    def several(self, places: Tensor, tokens: Tensor) -> Tensor:
+        """Return log p (E,) of `tokens` (E,) int64 at `places` (E,) int64, indices into the N trained tokens:
+
+            log p(k) = log p(0) + z(k) - z(0)        0: the target at the place; z: logits / temperature
+        """
+        everywhere = torch.arange(len(self.targets), device=self.targets.device)
+        base = self.logprobs - self.logits_of(self.hidden, everywhere, self.targets) / self.temperature
+        return base[places] + self.logits_of(self.hidden, places, tokens) / self.temperature
+
+
 class Objective:
     """An algorithm, as the learner sees it. This base class needs no extra fields and counts every rollout."""
-
-    counts_hits = False  # True: log the share of trained tokens that are the policy's likeliest
 
     @property
     def counts_generation(self) -> bool:
@@ -76,10 +123,6 @@ class Objective:
     def temperature(self) -> float:
         """The temperature that divides the logits: the sampler's, so that log-probabilities can be compared."""
         return 1.0
-
-    @property
-    def entropy_grad(self) -> bool:
-        return False
 
     def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
         """Return the fields (old_logprobs, ref_logprobs, entropy) that rollouts need before `optimizer_steps` steps."""
@@ -99,8 +142,8 @@ class Objective:
         """Return the rollouts that can change the policy. The others need no forward pass."""
         return rollouts
 
-    def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
-        """Return this micro-batch's share of the step's loss; logprobs and entropy (N,) are for its trained tokens."""
+    def loss(self, batch: MicroBatch, outputs: PolicyOutputs, totals: StepTotals) -> LossOutput:
+        """Return this micro-batch's share of the step's loss. What it does not ask `outputs` for is not computed."""
         raise NotImplementedError
 
     @property

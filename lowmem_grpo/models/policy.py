@@ -232,9 +232,9 @@ class Policy:
                 f"its {layers} layers; in the others, packed sequences would see each other. {KNOWN}"
             )
 
-    def logprobs(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Return logprobs (N,) and entropy (N,) of the trained tokens; `entropy_grad` gives the entropy a gradient."""
-        return self.at_head(*self.at_trained(batch), temperature, entropy_grad)[:2]
+    def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return logprobs (N,) and entropy (N,) of the trained tokens; the entropy has no gradient."""
+        return self.at_head(*self.at_trained(batch), temperature)[:2]
 
     def at_trained(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (hidden states (N, D) in the head's dtype, targets (N,)) of the batch's trained tokens."""
@@ -243,7 +243,7 @@ class Policy:
     def at_head(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0,
                 entropy_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return (logprobs (N,), entropy (N,), log p (N,) of each row's likeliest token) for hidden states (N, D) and
-        targets (N,). The third result has no gradient."""
+        targets (N,). The entropy has a gradient only with `entropy_grad`, the third result has none."""
         head = self.head
         result = linear_logprobs(
             hidden, head.weight, targets, bias=head.bias, temperature=temperature, logit_scale=head.logit_scale,
@@ -251,16 +251,6 @@ class Policy:
             return_best=True,
         )
         return result[0], result[1], result[2]
-
-    def several_logprobs(self, batch: MicroBatch, places: Tensor, tokens: Tensor) -> Tensor:
-        """Return log p (E,) of `tokens` (E,) int64 at `places` (E,) int64, indices into a batch's N trained tokens:
-
-            log p(k) = log p(0) + z(k) - z(0)        0: the target at the place; z: logits
-        """
-        hidden, targets = self.at_trained(batch)
-        everywhere = torch.arange(len(targets), device=targets.device)
-        base = self.at_head(hidden, targets)[0] - self.head.logits_of(hidden, everywhere, targets)
-        return base[places] + self.head.logits_of(hidden, places, tokens)
 
     def eos_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return all end-of-sequence ids of the tokenizer and the model's generation config."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.loss_metrics import effective_sample_share, percentiles
 from lowmem_grpo.losses.loss_types import LOSS_TYPES, StepCounts
-from lowmem_grpo.losses.objective import Objective, Reducer, StepTotals
+from lowmem_grpo.losses.objective import Objective, PolicyOutputs, Reducer, StepTotals
 from lowmem_grpo.losses.off_policy import MismatchWatch, mean_k3
 from lowmem_grpo.losses.policy_loss import grpo_loss
 from lowmem_grpo.losses.regularization import (
@@ -43,10 +43,6 @@ class GRPOObjective(Objective):
     @property
     def temperature(self) -> float:
         return self.config.temperature
-
-    @property
-    def entropy_grad(self) -> bool:
-        return self.entropy_applied != 0
 
     @property
     def entropy_applied(self) -> float:
@@ -115,8 +111,9 @@ class GRPOObjective(Objective):
         everything = self.config.beta or self.entropy is not None
         return [rollout for rollout in self.counted(rollouts) if everything or rollout.has_signal]
 
-    def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
+    def loss(self, batch: MicroBatch, outputs: PolicyOutputs, totals: StepTotals) -> LossOutput:
         """Return the `grpo_loss` of the batch, without its KL term if the advantages contain this term."""
+        entropy, logprobs = outputs.entropy(grad=self.entropy_applied != 0), outputs.logprobs
         settings = replace(self.config, beta=0.0, kl_estimator=None) if self.config.kl_in_reward else self.config
         out = grpo_loss(logprobs, batch.at_trained(batch.advantages), batch.at_trained(batch.sequence_ids),
                         settings=settings, old_logprobs=at(batch, batch.old_logprobs),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.losses.objective import Objective, StepTotals, policy_tokens
+from lowmem_grpo.losses.objective import Objective, PolicyOutputs, StepTotals, policy_tokens
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
@@ -25,8 +25,6 @@ from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.trainer.optim import OptimizerCopy, allocates_each_step, gradient_norms
 from lowmem_grpo.trainer.step_accumulator import Gradients, RandomStates, StepAccumulator, members
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
-
-ROUNDING = 1e-5  # log-probabilities in float32 that differ by less are the same
 
 
 class Learner:
@@ -212,13 +210,11 @@ class Learner:
         if isinstance(self.offload, ActivationOffload):
             self.offload.read_ahead(policy.head_groups == 1)  # several groups mean that memory is short
         with nullcontext() if flags is None else self.offload:
-            logprobs, entropy, best = policy.at_head(
-                *policy.at_trained(batch), objective.temperature, objective.entropy_grad)
-        out = objective.loss(batch, logprobs, entropy, totals)
-        if objective.counts_hits:
-            out.metrics["mean_token_accuracy"] = (logprobs.detach() >= best - ROUNDING).to(best.dtype).mean()
+            outputs = PolicyOutputs(*policy.at_trained(batch), policy.at_head, policy.head.logits_of,
+                                    objective.temperature)
+            out = objective.loss(batch, outputs, totals)
         if flags is not None:
-            flags.check_batch(batch, logprobs, out.loss)
+            flags.check_batch(batch, outputs.scores and outputs.scores[0], out.loss)
         return out
 
     @torch.no_grad()

@@ -55,10 +55,12 @@ class Flags:
         self.known: list[tuple[Rollout, list[str]]] = []  # bad rollouts that were read already
 
     @torch.no_grad()
-    def check_batch(self, batch: MicroBatch, logprobs: Tensor, loss: Tensor) -> None:
-        """Flag rollouts with NaN or infinity in log-probabilities (N,) or FIELDS; all if only the loss is bad."""
-        fields, none = [getattr(batch, name) for name in FIELDS], torch.zeros_like(logprobs)
-        rows = [logprobs, *(none if values is None else batch.at_trained(values) for values in fields)]
+    def check_batch(self, batch: MicroBatch, logprobs: Tensor | None, loss: Tensor) -> None:
+        """Flag rollouts with NaN or infinity in log-probabilities (N,), if there are any, or in FIELDS; all if only the
+        loss is bad."""
+        fields, none = [getattr(batch, name) for name in FIELDS], loss.new_zeros(len(batch.trained))
+        rows = [none if logprobs is None else logprobs,
+                *(none if values is None else batch.at_trained(values) for values in fields)]
         wrong = torch.stack([values.isfinite().logical_not() for values in rows])
         table = torch.zeros(len(CAUSES), len(batch.rollouts), device=none.device)
         table[:-1].index_add_(1, batch.at_trained(batch.sequence_ids), wrong.to(table.dtype))

@@ -25,7 +25,7 @@ from lowmem_grpo.data.packing import PackEncoder
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
 from lowmem_grpo.data.shapes import Shapes, tokenised
 from lowmem_grpo.data.stream import source_of
-from lowmem_grpo.losses.objective import Objective, StepTotals
+from lowmem_grpo.losses.objective import Objective, PolicyOutputs, StepTotals
 from lowmem_grpo.models.policy import evaluating
 from lowmem_grpo.rollout.assessment import OF_LOSS, evaluation_sets
 from lowmem_grpo.runs.views.live import SFTView
@@ -44,16 +44,16 @@ UNTRAINED = -100  # transformers' label of a token that does not count
 class SFTObjective(Objective):
     """The loss of every trained token, averaged over the step."""
 
-    counts_hits = True
-
     def __init__(self, loss_type: str = "nll") -> None:
         self.loss_type = loss_type
 
-    def loss(self, batch: MicroBatch, logprobs: Tensor, entropy: Tensor, totals: StepTotals) -> LossOutput:
+    def loss(self, batch: MicroBatch, outputs: PolicyOutputs, totals: StepTotals) -> LossOutput:
+        logprobs = outputs.logprobs
         # -log p, or p (-log p) for "dft", whose weight p has no gradient (Wu et al. 2025, arXiv 2508.05629)
         losses = -logprobs * logprobs.detach().exp() if self.loss_type == "dft" else -logprobs
         loss = losses.sum() / totals.tokens
-        return LossOutput(loss, {"entropy": entropy.detach().mean()})
+        return LossOutput(loss, {"entropy": outputs.entropy().detach().mean(),
+                                 "mean_token_accuracy": outputs.hits.mean()})
 
 
 def set_chat(tokenizer: Any, settings: SFTConfig) -> None:

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.losses.objective import Reducer, StepTotals
+from lowmem_grpo.losses.objective import PolicyOutputs, Reducer, StepTotals
 from lowmem_grpo.losses.off_policy import k3_bound
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
@@ -108,6 +109,11 @@ def test_healthy_k3s_of_bfloat16_never_switch_the_correction_on_and_one_that_is_
     assert any("sampler and trainer agree again" in line for line in caplog.messages)
 
 
+def outputs_of(logprobs: Tensor) -> PolicyOutputs:
+    scores = logprobs, torch.ones_like(logprobs), logprobs
+    return PolicyOutputs(logprobs[:, None], torch.zeros(len(logprobs)).long(), lambda *_: scores, lambda *_: logprobs)
+
+
 @pytest.mark.parametrize(("settings", "name"), [
     ({"vllm_importance_sampling_mode": "geometric_mask", "vllm_importance_sampling_clip_min": 0.99,
       "vllm_importance_sampling_clip_max": 1.01}, "vllm_importance_sampling_mode='geometric_mask'"),
@@ -131,7 +137,7 @@ def test_a_mask_that_drops_much_of_the_current_policy_is_named_once_with_the_sha
             objective.start_update(own, int(stale))
             batch, reducer = collate([(group, one) for one in own]), Reducer()
             logprobs = torch.full((8,), -1.0, requires_grad=True)
-            out = objective.loss(batch, logprobs, torch.ones(8), StepTotals(4, 8, 8))
+            out = objective.loss(batch, outputs_of(logprobs), StepTotals(4, 8, 8))
             reducer.add(out.metrics, 8, out.counts)
             reducer.keep(out.samples)
             objective.measured(reducer)
@@ -173,6 +179,6 @@ def test_log_probabilities_and_the_loss_never_wait_for_a_card(tiny_policy: Polic
     objective = GRPOObjective(GRPOConfig())
     objective.start_update(group.rollouts, 0)
     with Waits() as waits:
-        logprobs, entropy = tiny_policy.logprobs(batch, 1.0)
-        objective.loss(batch, logprobs, entropy, StepTotals(2, 4, 4)).loss.backward()
+        outputs = PolicyOutputs(*tiny_policy.at_trained(batch), tiny_policy.at_head, tiny_policy.head.logits_of)
+        objective.loss(batch, outputs, StepTotals(2, 4, 4)).loss.backward()
     assert waits.found == []

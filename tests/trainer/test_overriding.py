@@ -73,9 +73,8 @@ def test_trls_methods_that_our_trainers_lack_are_all_refused() -> None:
 
 def test_a_subclass_trains_on_the_objective_that_it_names(tmp_path: Path) -> None:
     class LogLikelihood(GRPOObjective):
-        def loss(self, batch: Any, logprobs: Any, *rest: Any) -> Any:
-            out = super().loss(batch, logprobs, *rest)
-            return replace(out, loss=-logprobs.sum())
+        def loss(self, batch: Any, outputs: Any, totals: Any) -> Any:
+            return replace(super().loss(batch, outputs, totals), loss=-outputs.logprobs.sum())
 
     class Imitation(GRPOTrainer):
         objective_class = LogLikelihood

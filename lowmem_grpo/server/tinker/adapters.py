@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 
+from lowmem_grpo.losses.objective import PolicyOutputs
 from lowmem_grpo.losses.token_losses import token_losses
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
@@ -200,7 +201,8 @@ class Adapters:
         cells = [datum.cells or one_each(datum) for datum in data]
         places = torch.cat([each.rows + begin for each, begin in zip(cells, begins, strict=False)])
         tokens, weights = (torch.cat([getattr(each, name) for each in cells]) for name in ("tokens", "weights"))
-        logprobs = self.policy.several_logprobs(batch, places.to(self.policy.device), tokens.to(self.policy.device))
+        outputs = PolicyOutputs(*self.policy.at_trained(batch), self.policy.at_head, self.policy.head.logits_of)
+        logprobs = outputs.several(places.to(self.policy.device), tokens.to(self.policy.device))
         loss = -(weights.to(logprobs) * logprobs).sum()
         parts = logprobs.detach().float().cpu().split([len(each.rows) for each in cells])
         return loss, [each.matrix(part) if datum.cells else part
