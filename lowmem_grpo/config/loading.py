@@ -117,6 +117,10 @@ GPU_SHARE = number("in (0, 1]", lambda value: 0 < value <= 1)
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
+class EngineUnavailableError(RuntimeError):
+    """The engine cannot be used as the settings ask; the message says why and what to do."""
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """The options of vLLM's engine. The transformers engine reserves no memory, and takes only `enforce_eager` and

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.config.loading import TRANSFORMERS, VLLM, EngineSettings, check_engine
+from lowmem_grpo.config.loading import TRANSFORMERS, VLLM, EngineSettings, EngineUnavailableError, check_engine
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, installed, why_unusable
+from lowmem_grpo.engines.vllm.installed import installed, why_unusable
 from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread, is_of_start, living
 from lowmem_grpo.memory.cards import IN_16_BITS, why_not_on_card, why_not_on_cpu
 from lowmem_grpo.memory.oom import RolloutLimit

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.config.loading import VLLM
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.config.loading import VLLM, EngineUnavailableError
 from lowmem_grpo.memory.families import family_of, has_experts
 from lowmem_grpo.memory.offload.embedding import on_host
 from lowmem_grpo.models.policy import Policy

@@ -14,7 +14,7 @@ import jinja2
 from lowmem_grpo.data.files import ONE_ROW, is_file_name, listed
 from lowmem_grpo.data.layouts import CHOICES, Columns, answer_of, find_columns, holds_tests, value_at
 from lowmem_grpo.recipes.tasks.arithmetic import QUESTION
-from lowmem_grpo.rewards.ready.reading import boxed, read_number
+from lowmem_grpo.rewards.reading import boxed, read_number
 
 ENDS_IN = "Think step by step. Then end with a line of its own: `Answer: ` and the {}, nothing else."
 KINDS = {  # kind: (its name in messages, the system prompt)

@@ -21,9 +21,9 @@ from lowmem_grpo.recipes.options import ProblemOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.recipes.tasks import arithmetic as arithmetic_problems
 from lowmem_grpo.recipes.tasks import distinct, take
+from lowmem_grpo.rewards.reading import Place, after, in_tag, last_line
 from lowmem_grpo.rewards.ready.answers import number_equal, number_match, proximity, regex_match
 from lowmem_grpo.rewards.ready.formats import REASONING_TAGS, format_kept, format_match, tags_counted
-from lowmem_grpo.rewards.ready.reading import Place, after, in_tag, last_line
 from lowmem_grpo.rewards.reward import Reward, Verifier
 
 DEFAULTS = USUAL | {

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lowmem_grpo.rewards.judge.judge import judged, ruler
     from lowmem_grpo.rewards.judge.self_judge import SelfJudge
     from lowmem_grpo.rewards.judge.url_judge import UrlJudge
+    from lowmem_grpo.rewards.reading import after, boxed, in_tag, last_line, last_number, whole
     from lowmem_grpo.rewards.ready.answers import (
         answer_match,
         boxed_match,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     )
     from lowmem_grpo.rewards.ready.mail import email_rewards, ideal_answer, keyword_present, recipient_named, signed
     from lowmem_grpo.rewards.ready.math_answer import math_match
-    from lowmem_grpo.rewards.ready.reading import after, boxed, in_tag, last_line, last_number, whole
     from lowmem_grpo.rewards.reward import MeanOf, Reward, Verifier
     from lowmem_grpo.types import Finding
 
@@ -73,7 +73,7 @@ HOMES = {name: home for home, names in {
                            "int_reward_func soft_format_reward_func strict_format_reward_func xmlcount_reward_func",
     "rewards.ready.mail": "email_rewards ideal_answer keyword_present recipient_named signed",
     "rewards.ready.math_answer": "math_match",
-    "rewards.ready.reading": "after boxed in_tag last_line last_number whole",
+    "rewards.reading": "after boxed in_tag last_line last_number whole",
 }.items() for name in names.split()}
 
 

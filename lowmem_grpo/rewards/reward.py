@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lowmem_grpo.rewards.ready.reading import Place, after, in_tag
+from lowmem_grpo.rewards.reading import Place, after, in_tag
 from lowmem_grpo.rewards.texts import completion_texts, labels_of, values_of
 from lowmem_grpo.utils import TEXT, TRUTH, Rule, number, require
 
@@ -20,6 +20,11 @@ AMOUNT = number("a finite number", lambda value: abs(value) <= sys.float_info.ma
 PLACE: Rule = ("a function that finds the answer in a text, such as rewards.boxed or rewards.in_tag('answer')",
                lambda value: callable(value) and value not in (after, in_tag))
 OF_SETTINGS: dict[Any, Rule] = {float: AMOUNT, bool: TRUTH, Place: PLACE}  # by annotation in a rule's signature
+
+
+def is_model(func: Any) -> bool:
+    """Return whether a value is a reward model: a torch module, or a model's name. This does not import torch."""
+    return isinstance(func, str) or any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__)
 
 
 class MeanOf(float):

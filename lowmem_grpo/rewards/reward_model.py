@@ -20,8 +20,7 @@ from lowmem_grpo.data.prompts import is_chat
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, catch_oom, free, is_out_of_memory, smaller
 from lowmem_grpo.models.pretrained import Pretrained, keep_layout
 from lowmem_grpo.models.stored_model import find
-from lowmem_grpo.rewards.calling.contract import is_model
-from lowmem_grpo.rewards.reward import Reward
+from lowmem_grpo.rewards.reward import Reward, is_model
 
 logger = logging.getLogger(__name__)
 

@@ -228,3 +228,18 @@ def lock(file: int, path: Path) -> bool:
         say_lost("locks", path.parent, error.strerror)
         return False
     return True
+
+
+def lock_file(path: Path) -> int:
+    """Open and lock the file, and return its descriptor. BlockingIOError if another process holds the lock, OSError on
+    a file system without locks."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        if lock(file, path):
+            return file
+    except BlockingIOError:
+        os.close(file)
+        raise
+    os.close(file)
+    raise OSError(f"{path.parent} is on a file system without locks, by which a server knows what runs: give --folder "
+                  "one on a local disk")

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.runs.files import check_place, move
-from lowmem_grpo.server.jobs.keeper import lock_file
+from lowmem_grpo.runs.files import check_place, lock_file, move
 from lowmem_grpo.server.users import key_fault, new_key
 
 logger = logging.getLogger(__name__)

@@ -19,16 +19,15 @@ from lowmem_grpo.memory.offload.activations import checkpointed_layers, enable_c
 from lowmem_grpo.memory.offload.embedding import on_host
 from lowmem_grpo.memory.oom import BatchLimit, MemoryAdvice, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, this_card
-from lowmem_grpo.memory.plan import COMPLETION_SHARE, MemoryPlan, RunSettings, Workload
+from lowmem_grpo.memory.plan import MemoryPlan, RunSettings, Workload
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.memory.time_plan import TimePlan, plan_time
 from lowmem_grpo.models.fp8_layers import fp8_linears
 from lowmem_grpo.models.lean_modules import MLP_TILE, LeanMLP
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.reward_model import RewardModel
-from lowmem_grpo.trainer.preflight.subject import Subject
 from lowmem_grpo.types import RolloutGroup
-from lowmem_grpo.utils import size_text, time_text
+from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -244,22 +243,3 @@ def workload_of(
     generations = max(1, round(len(lengths) / len(filled)))
     prompt = fmean(max(1, len(group.prompt_ids)) for group in filled)
     return Workload(len(filled), generations, prompt, fmean(lengths), max(lengths), iterations, updates, forward_only)
-
-
-def how_long(subject: Subject) -> str | None:
-    """Return one line with the run's estimated time; None on the CPU, on an unknown card, and in fine-tuning."""
-    args, lengths = subject.args, [looked.tokens for looked in subject.sample.fitting]
-    if not subject.samples or not lengths or subject.plan is None:
-        return None
-    longest, updates = args.max_completion_length, args.optimizer_steps_per_generation * args.num_iterations
-    mean = max(1.0, COMPLETION_SHARE * longest)  # a guess
-    time = PlannedTime(subject.plan, subject.policy.base.config).plan_step(Workload(
-        args.prompts_per_generation, args.num_generations, max(1.0, fmean(lengths)), mean, longest,
-        args.num_iterations, updates, int(args.beta != 0)))
-    if time is None or not time.step_seconds:
-        return None
-    generate, train = ((part or 0.0) / time.step_seconds for part in (time.generate_seconds, time.train_seconds))
-    each, steps = time.step_seconds / updates, subject.state.max_steps - subject.state.global_step
-    return (f"estimated, not measured: {time_text(each)} a step on {time.card} (sampling {generate:.0%}, training "
-            f"{train:.0%}), so {time_text(each * steps)} for {steps} steps, if completions average {mean:.0f} of at "
-            f"most {longest} tokens; after the second step the measured time follows")

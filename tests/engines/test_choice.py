@@ -22,11 +22,11 @@ from small_models import SPLIT, scatter
 from tables import every_row
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams
+from lowmem_grpo.config.loading import EngineUnavailableError
 from lowmem_grpo.engines import choice
 from lowmem_grpo.engines.choice import EngineSettings, choose_engine, living, why_not_here
 from lowmem_grpo.engines.vllm import installed as vllm_installed
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.process_state import explain
 from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, RequestOutput

@@ -8,8 +8,8 @@ import transformers
 from small_models import TINY
 
 from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.config.loading import EngineUnavailableError
 from lowmem_grpo.engines.cuda_graphs import check_graphs
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 
 
 @pytest.mark.parametrize(("engine", "device", "kind", "offloaded", "why"), [

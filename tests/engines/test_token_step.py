@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.config.loading import EngineUnavailableError
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import token_step
 from lowmem_grpo.engines.batch import Batch, DecodeState
 from lowmem_grpo.engines.token_step import TokenStep, up_to_multiple
 from lowmem_grpo.engines.transformers_engine import LOOK, TransformersEngine
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.memory.cards import GRAPH_PLACES, graph_rows, graph_width
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.policy import Policy

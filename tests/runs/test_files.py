@@ -17,8 +17,8 @@ from trainer_runs import adapter, load, make
 
 from lowmem_grpo.models.export.folder import Exported, ExportError, check_disk, new_folder
 from lowmem_grpo.runs import files, lock
+from lowmem_grpo.runs.files import lock_file
 from lowmem_grpo.runs.records import read_lines
-from lowmem_grpo.server.jobs.keeper import lock_file
 
 # Linux's manual pages and reports of such folders name these.
 ABSENT = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)

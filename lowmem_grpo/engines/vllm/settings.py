@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.config.loading import FOUR, SIXTEEN, EngineSettings
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
+from lowmem_grpo.config.loading import FOUR, SIXTEEN, EngineSettings, EngineUnavailableError
 from lowmem_grpo.engines.vllm.process_state import why_no_pool
 from lowmem_grpo.engines.vllm.sampling_weights import aligned, known_of
 from lowmem_grpo.memory.cards import AUTO, DEFAULT_SHARE, MOST_SEQUENCES, cache_itemsize, in_8_bits, prefill_tokens

@@ -36,11 +36,6 @@ def check_function(func: Any) -> None:
         raise TypeError(f"reward_funcs holds a {type(func).__name__}, which cannot be called; give a function")
 
 
-def is_model(func: Any) -> bool:
-    """Return whether a value is a reward model: a torch module, or a model's name. This does not import torch."""
-    return isinstance(func, str) or any(cls.__module__.startswith("torch.nn.") for cls in type(func).__mro__)
-
-
 def unwrap(func: Any) -> Any:
     while isinstance(func, functools.partial):
         func = func.func

@@ -19,6 +19,7 @@ from lowmem_grpo.rewards.calling import contract
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
 from lowmem_grpo.rewards.calling.calls import Call, CallRecorder, Lists, wait_for
 from lowmem_grpo.rewards.calling.contract import RewardError, RewardFunction
+from lowmem_grpo.rewards.reward import is_model
 
 __all__ = ["RewardError", "RewardScorer", "Scores"]
 
@@ -64,7 +65,7 @@ class RewardScorer:
         model, ValueError for no functions, a wrong number of weights, or only zero weights."""
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self.funcs: list[RewardFunction] = list(functions)
-        if any(map(contract.is_model, self.funcs)):
+        if any(map(is_model, self.funcs)):
             from lowmem_grpo.rewards.reward_model import with_models  # imports transformers
 
             self.funcs = with_models(self.funcs)

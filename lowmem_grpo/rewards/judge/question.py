@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, FailFast, Field, ValidationError
 
 from lowmem_grpo.data.prompt_inputs import HALF, with_object
-from lowmem_grpo.rewards.ready.reading import unfenced
+from lowmem_grpo.rewards.reading import unfenced
 
 Ratings = list[tuple[float, str]]  # (score, reason) of each answer of a question
 

@@ -8,8 +8,8 @@ from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any
 
+from lowmem_grpo.rewards.reading import CLOCK, Place, boxed, last_number, read_number, stated, unfenced, whole
 from lowmem_grpo.rewards.ready.mathematics import Ask, equal, read_answer
-from lowmem_grpo.rewards.ready.reading import CLOCK, Place, boxed, last_number, read_number, stated, unfenced, whole
 from lowmem_grpo.rewards.reward import AMOUNT, TextReward, TextVerifier, Verdict, VerifiedReward
 from lowmem_grpo.rewards.texts import label_text, labels_of
 from lowmem_grpo.utils import POSITIVE, ZERO_OR_MORE, as_python, number, require

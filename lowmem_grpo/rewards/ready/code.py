@@ -16,7 +16,7 @@ from typing import Any
 
 from lowmem_grpo.data.code_tests import function_in
 from lowmem_grpo.rewards.calling.background import run_side_by_side
-from lowmem_grpo.rewards.ready.reading import Place, in_tag
+from lowmem_grpo.rewards.reading import Place, in_tag
 from lowmem_grpo.rewards.reward import AMOUNT, PLACE, MeanOf, Reward, Verdict, VerifiedReward, Verifier
 from lowmem_grpo.rewards.sandbox.cases import AssertCase, Case, read_cases
 from lowmem_grpo.rewards.sandbox.limits import Limits

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from lowmem_grpo.rewards.ready.reading import between, stated
+from lowmem_grpo.rewards.reading import between, stated
 from lowmem_grpo.rewards.texts import completion_texts, labels_of
 
 TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")

@@ -6,7 +6,7 @@ two tokens. `\frac12` is read as `\frac{1}{2}`. The content of \text{...} follow
 
 import re
 
-from lowmem_grpo.rewards.ready.reading import signs_in_latex
+from lowmem_grpo.rewards.reading import signs_in_latex
 
 TEXT = "\\text"
 LETTERS = ["alpha", "beta", "gamma", "delta", "theta", "lambda", "mu", "pi", "rho", "sigma", "phi", "omega"]

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.rewards.reading import Place, boxed
 from lowmem_grpo.rewards.ready.answers import same_answer, same_text
-from lowmem_grpo.rewards.ready.reading import Place, boxed
 from lowmem_grpo.rewards.reward import Verdict, Verifier, any_of, check_settings
 
 logger = logging.getLogger(__name__)

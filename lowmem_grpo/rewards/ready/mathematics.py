@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lowmem_grpo.rewards.reading import SCALES, read_number, unwrapped
 from lowmem_grpo.rewards.ready.latex import LETTERS, NAMES, TEXT, tokens_of
-from lowmem_grpo.rewards.ready.reading import SCALES, read_number, unwrapped
 
 Ask = Callable[[str, str], bool]
 Tokens = tuple[str, ...]

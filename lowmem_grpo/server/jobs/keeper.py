@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowmem_grpo.runs.files import flush, lock, move
+from lowmem_grpo.runs.files import flush, lock_file, move
 from lowmem_grpo.utils import time_text
 
 STOP, LOG, ENDED = "stop", "log.txt", "ended.json"
@@ -87,21 +87,6 @@ def is_held(path: Path) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def lock_file(path: Path) -> int:
-    """Open and lock the file, and return its descriptor. BlockingIOError if another process holds the lock, OSError on
-    a file system without locks."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        if lock(file, path):
-            return file
-    except BlockingIOError:
-        os.close(file)
-        raise
-    os.close(file)
-    raise OSError(f"{path.parent} is on a file system without locks, by which a server knows what runs: give --folder "
-                  "one on a local disk")
 
 
 if __name__ == "__main__":

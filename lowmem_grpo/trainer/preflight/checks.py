@@ -20,7 +20,6 @@ from lowmem_grpo.trainer.distributed import card_of
 from lowmem_grpo.trainer.preflight import prompts, template
 from lowmem_grpo.trainer.preflight import resources as room
 from lowmem_grpo.trainer.preflight.subject import Subject
-from lowmem_grpo.trainer.run_memory import how_long
 from lowmem_grpo.types import Finding, by_severity, has_error, mistakes, warn
 from lowmem_grpo.utils import size_text
 
@@ -163,7 +162,7 @@ def before_training(trainer: Any) -> None:
         rows = f"{len(subject.sample.rows):,} of {subject.sample.total:,} rows, the rewards"
         trainer.view.say(f"preflight: checked {'the chat template' if subject.without_rows else rows}, disk and memory "
                          f"in {time.monotonic() - began:.1f} s; nothing is wrong")
-    if (expected := how_long(subject)) is not None:
+    if (expected := room.how_long(subject)) is not None:
         trainer.view.say(expected)
 
 

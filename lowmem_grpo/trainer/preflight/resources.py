@@ -1,10 +1,11 @@
-"""Checks of disk space, host memory and GPU memory, and a description of the machine."""
+"""Checks of disk space, host memory and GPU memory, the estimated time, and a description of the machine."""
 
 import math
 import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,14 +13,15 @@ import torch
 from lowmem_grpo import __version__
 from lowmem_grpo.memory.cards import in_8_bits
 from lowmem_grpo.memory.offload.pages import SPARE, available_host_bytes
-from lowmem_grpo.memory.plan import OPTIMIZER_BYTES
+from lowmem_grpo.memory.plan import COMPLETION_SHARE, OPTIMIZER_BYTES, Workload
 from lowmem_grpo.models.card_check import has_managed_memory, is_bfloat16_supported
 from lowmem_grpo.models.fp8_layers import form_in_fp8
 from lowmem_grpo.runs.files import existing, free_bytes, place_fault
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.trainer.preflight.subject import Subject
+from lowmem_grpo.trainer.run_memory import PlannedTime
 from lowmem_grpo.types import Finding
-from lowmem_grpo.utils import size_text
+from lowmem_grpo.utils import size_text, time_text
 
 # Bytes in completions.jsonl of a completion, and of each of its rewards, tokens, and turns.
 LINE_BYTES, REWARD_BYTES, TOKEN_BYTES, TURN_BYTES = 300, 40, 5, 200
@@ -104,6 +106,25 @@ def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
         yield Finding("warning", "", f"{name}, and with parity_steps=0 the difference between the sampler's and the "
                       "trainer's log-probabilities is measured in training only, and not with LoRA dropout, so it may "
                       "stay uncorrected", "set parity_steps, or vllm_importance_sampling_correction=True")
+
+
+def how_long(subject: Subject) -> str | None:
+    """Return one line with the run's estimated time; None on the CPU, on an unknown card, and in fine-tuning."""
+    args, lengths = subject.args, [looked.tokens for looked in subject.sample.fitting]
+    if not subject.samples or not lengths or subject.plan is None:
+        return None
+    longest, updates = args.max_completion_length, args.optimizer_steps_per_generation * args.num_iterations
+    mean = max(1.0, COMPLETION_SHARE * longest)  # a guess
+    time = PlannedTime(subject.plan, subject.policy.base.config).plan_step(Workload(
+        args.prompts_per_generation, args.num_generations, max(1.0, fmean(lengths)), mean, longest,
+        args.num_iterations, updates, int(args.beta != 0)))
+    if time is None or not time.step_seconds:
+        return None
+    generate, train = ((part or 0.0) / time.step_seconds for part in (time.generate_seconds, time.train_seconds))
+    each, steps = time.step_seconds / updates, subject.state.max_steps - subject.state.global_step
+    return (f"estimated, not measured: {time_text(each)} a step on {time.card} (sampling {generate:.0%}, training "
+            f"{train:.0%}), so {time_text(each * steps)} for {steps} steps, if completions average {mean:.0f} of at "
+            f"most {longest} tokens; after the second step the measured time follows")
 
 
 def optimizer_bytes(subject: Subject) -> int:

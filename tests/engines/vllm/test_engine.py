@@ -22,9 +22,9 @@ from vllm_models import (
     states,
 )
 
+from lowmem_grpo.config.loading import EngineUnavailableError
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.models.policy import Policy
 

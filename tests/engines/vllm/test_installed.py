@@ -11,8 +11,9 @@ import torch
 from tables import every_row
 
 import lowmem_grpo.engines.vllm
+from lowmem_grpo.config.loading import EngineUnavailableError
 from lowmem_grpo.engines.vllm import installed as vllm_import
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError, import_plugin, why_not_beside, why_unavailable
+from lowmem_grpo.engines.vllm.installed import import_plugin, why_not_beside, why_unavailable
 
 MODULE = "lowmem_grpo.engines.vllm.plugin"
 

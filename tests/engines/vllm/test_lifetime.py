@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Starcoder2Config, Starcoder2ForCausalLM
 from vllm_models import CONTEXT, GREEDY, KV_BYTES, NEEDS_VLLM, PLAIN, SAME, distance, dying, engine_on, states
 
-from lowmem_grpo.config.loading import EngineSettings
+from lowmem_grpo.config.loading import EngineSettings, EngineUnavailableError
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.engines.vllm.installed import EngineUnavailableError
 from lowmem_grpo.engines.vllm.settings import kv_bytes_of
 from lowmem_grpo.engines.vllm.shared_linear import LAYERS, BorrowedLinear, BorrowError
 from lowmem_grpo.models.policy import Policy

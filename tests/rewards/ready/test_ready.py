@@ -18,8 +18,8 @@ from tables import every_row
 from trl.rewards import get_soft_overlong_punishment
 
 from lowmem_grpo import rewards
+from lowmem_grpo.rewards.reading import read_number
 from lowmem_grpo.rewards.ready import math_answer
-from lowmem_grpo.rewards.ready.reading import read_number
 from lowmem_grpo.runs.views.charts import figures
 
 ROW = {"answer": "10", "keyword": "step", "ideal": "Yes.", "recipient": "Bo"}

@@ -16,8 +16,9 @@ from lowmem_grpo.memory.time_plan import plan_time
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.views.charts import figures
 from lowmem_grpo.trainer.preflight.checks import before_training
+from lowmem_grpo.trainer.preflight.resources import how_long
 from lowmem_grpo.trainer.preflight.subject import Subject
-from lowmem_grpo.trainer.run_memory import PlannedTime, how_long, plan_run, settings_of, workload_of
+from lowmem_grpo.trainer.run_memory import PlannedTime, plan_run, settings_of, workload_of
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 CONFIG = named_config("qwen2.5-3b")
