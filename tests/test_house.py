@@ -1,5 +1,6 @@
-"""The package stays within a budget. Whoever raises a figure does it in a commit of its own, and says why."""
+"""How the package is built stays within limits; how large it is, and how its words are used, is only printed."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,8 @@ from bench.common import child
 from bench.common.house import Checkout
 
 BUDGET = {
-    "package lines": 60_280, "core lines": 45_650, "package files": 344, "files below 60 lines with one importer": 0,
-    "folders at the top": 17, "files at the top": 10, "arrows between folders": 135, "class names that stand twice": 6,
-    "uses of `found`": 2, "uses of `one`": 0, "uses of `given`": 8, "methods without an object": 6,
-    "docstrings without a verb": 0, "comments that begin with of": 0, "bench lines": 8_140, "tests lines": 65_640,
+    "files below 60 lines with one importer": 0, "folders at the top": 17, "files at the top": 10,
+    "arrows between folders": 135, "arrows between subfolders": 216, "class names that stand twice": 6,
 }
 FILES = {"first rollout()": 48, "second rollout()": 40, "update()": 42, "chat call": 36, "train(groups)": 74}
 MODULE = '''"""A module."""
@@ -37,8 +36,10 @@ class Word(Word):
 '''
 
 
-def test_the_package_grows_beyond_its_budget_only_on_purpose() -> None:
+def test_the_package_grows_beyond_its_budget_only_on_purpose(record_property: Callable[[str, object], None]) -> None:
     figures = Checkout().figures()
+    others = [f"{name} {figure:,}" for name, figure in figures.items() if name not in BUDGET]
+    record_property("printed", f"the package: {', '.join(others)}")
     over = {name: f"{figures[name]}, limit {most}" for name, most in BUDGET.items() if figures[name] > most}
     assert over == {}, "shorten other code, or raise the limit in BUDGET in a commit of its own that says why"
 
@@ -60,7 +61,8 @@ def test_the_figures_are_those_of_a_package_counted_by_hand(tmp_path: Path) -> N
     assert figures == {
         "package lines": 2 + MODULE.count("\n"), "core lines": 2 + MODULE.count("\n"), "package files": 5,
         "median lines of a file": 0, "files below 60 lines with one importer": 1, "folders at the top": 2,
-        "files at the top": 1, "arrows between folders": 1, "class names that stand twice": 1, "uses of `found`": 2,
-        "uses of `one`": 2, "uses of `given`": 0, "methods without an object": 1, "docstrings without a verb": 1,
-        "comments that begin with of": 2, "bench lines": 2, "tests lines": 0,
+        "files at the top": 1, "arrows between folders": 1, "arrows between subfolders": 1,
+        "class names that stand twice": 1, "uses of `found`": 2, "uses of `one`": 2, "uses of `given`": 0,
+        "methods without an object": 1, "docstrings without a verb": 1, "comments that begin with of": 2,
+        "bench lines": 2, "tests lines": 0,
     }

@@ -3,7 +3,7 @@
     python -m bench.common.house               # this checkout, with the files that single calls enter
     python -m bench.common.house --root PATH   # another checkout, without them
 
-tests/test_house.py holds a budget of these figures.
+tests/test_house.py limits the figures of how the package is built, and prints the others.
 """
 
 import ast
@@ -90,6 +90,9 @@ class Checkout:
             "files at the top": len(list(self.package.glob("*.py"))),
             "arrows between folders": len({(room(name), room(module)) for name, modules in self.imports.items()
                                            for module in modules if room(name) != room(module)}),
+            "arrows between subfolders": len({(self.subfolder(name), self.subfolder(module))
+                                              for name, modules in self.imports.items() for module in modules
+                                              if self.subfolder(name) != self.subfolder(module)}),
             "class names that stand twice": sum(number > 1 for number in self.class_names().values()),
             **{f"uses of `{word}`": number for word, number in self.vague_names().items()},
             "methods without an object": sum(map(self.methods_without_object, self.trees)),
@@ -98,6 +101,10 @@ class Checkout:
             "bench lines": self.lines("bench"),
             "tests lines": self.lines("tests"),
         }
+
+    def subfolder(self, name: str) -> str:
+        """Return the folder in which a module lies, such as `engines.vllm`; a folder lies in itself."""
+        return name if (self.package / name.replace(".", "/")).is_dir() else name.rpartition(".")[0]
 
     def class_names(self) -> Counter[str]:
         """Return how often each class name stands in the package."""

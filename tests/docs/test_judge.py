@@ -1,8 +1,13 @@
-"""The page on judges: its code runs, and it names what there is."""
+"""The page on judges: its code runs, and what it says of failures is logged."""
 
+import asyncio
+import inspect
 import re
 import runpy
+import socket
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +15,7 @@ from trainer_runs import load
 
 from lowmem_grpo import GRPOConfig, rewards
 from lowmem_grpo.recipes.arithmetic import make_dataset
-from tests.attacks.judge_server import by_length, serving
+from tests.attacks.judge_server import by_length, chat, in_turn, serving
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "judge.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -51,14 +56,43 @@ def test_the_code_on_the_page_works(
     assert "judge Qwen/Qwen3-32B: " in capsys.readouterr().out
 
 
-def test_every_metric_and_message_on_the_page_exists() -> None:
-    source = (Path(rewards.__file__).parent / "judge")
-    code = "".join(file.read_text(encoding="utf-8") for file in source.glob("*.py"))
-    for name in re.findall(r"`judge/NAME/(\w+)`", PAGE):
-        assert f'"{name}"' in code, name
-    table = PAGE.partition("| what the log says |")[2].partition("\n\n")[0]
-    phrases = [row.split("|")[1].strip() for row in table.splitlines()[2:]]
-    assert len(phrases) == 13
-    for phrase in phrases:
-        for said in phrase.split(" (")[0].split(" / "):
-            assert said in code, said
+ERROR = {"error": {"message": "no"}}
+ANSWERS = {  # of a server, by what the log then says
+    "does not take the API key": (401, ERROR), "does not let this key use": (403, ERROR),
+    "knows no model": (404, ERROR), "takes no more requests": (429, ERROR), "answered with an error": (400, ERROR),
+    "a reply has no scores that can be used": chat("Both are good."), "was cut off": chat("{", "length"),
+    "gives no chat completion that can be read": (200, "<html>"),
+}
+TABLE = PAGE.partition("| what the log says |")[2].partition("\n\n")[0]
+
+
+def test_each_failure_on_the_page_is_logged_in_its_words(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    end, logged = threading.Event(), list[str]()
+
+    def never(_: Any) -> Any:
+        end.wait(60)
+        return chat("")
+
+    def fail(judge: Any, words: str, prompt: str = "p") -> str:
+        caplog.clear()
+        scores = rewards.ruler(judge)(
+            prompts=[prompt] * 2, completions=["a", "b"], log_metric=lambda name, _: logged.append(name))
+        assert (asyncio.run(scores) if inspect.isawaitable(scores) else scores) == [None] * 2
+        assert words in caplog.text
+        return words
+
+    at_url = {**{words: (in_turn(reply), {"retries": 0}) for words, reply in ANSWERS.items()},
+              "did not answer within": (never, {"timeout": 0.1, "retries": 0}),
+              "had no answer after": (never, {"deadline": 0.1})}  # the client waits longer before it asks again
+    said = [fail(rewards.SelfJudge(model), "leaves too little room", "p " * 4096), fail(rewards.SelfJudge(
+        SimpleNamespace(loaded=model.loaded, engine=lambda: 1 / 0)), "the engine could not answer")]
+    for words, (answer, settings) in at_url.items():
+        with serving(answer) as server:
+            said.append(fail(rewards.UrlJudge(server.url, "m", "key", **settings), words))
+    end.set()
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # nobody listens
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}/v1"
+        said.append(fail(rewards.UrlJudge(url, "m", "key", retries=0), "cannot be reached"))
+    assert sorted(said) == sorted(row.split("|")[1].partition("(")[0].strip() for row in TABLE.splitlines()[2:])
+    assert {f"judge/ruler/{name}" for name in re.findall(r"`judge/NAME/(\w+)`", PAGE)} <= {*logged}

@@ -1,4 +1,5 @@
-"""A plugin of pytest that counts skipped tests by reason, and with `--no-skips` fails for all but the reasons below.
+"""A plugin of pytest that counts skipped tests by reason, and with `--no-skips` fails for all but the reasons below. It
+also prints what tests record as "printed".
 
 A test that is skipped where somebody forgot to install something is a promise that nobody checks.
 """
@@ -44,7 +45,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the skipped tests by reason, a line each."""
+    """Print what passed tests have recorded, and the skipped tests by reason, a line each."""
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "printed":
+                terminalreporter.write_line(str(text))
     reasons = by_reason(config)
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"skipped {count} x {reason[:200]}")

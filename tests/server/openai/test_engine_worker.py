@@ -37,7 +37,7 @@ def held_up(worker: EngineWorker) -> "Future[Turn]":
     return future
 
 
-def test_one_caller_with_another_batch_key_waits_for_about_one_turn_of_64() -> None:
+def test_one_caller_with_another_batch_key_waits_for_what_is_decoded_and_one_more_round() -> None:
     worker = scripted_worker(slots=8)
     asked = [held_up(worker), *(worker.submit(call_of(worker, "crowd")) for _ in range(64)),
              worker.submit(call_of(worker, "alone", temperature=0.5))]
@@ -45,7 +45,7 @@ def test_one_caller_with_another_batch_key_waits_for_about_one_turn_of_64() -> N
     for one in asked:
         one.result(60)
     temperatures, turns = zip(*engine(worker).rounds, strict=True)
-    assert temperatures.index(0.5) == 2 and turns == (1, 8, 1, *[8] * 7)
+    assert sum(turns[: temperatures.index(0.5)]) <= 1 + 8 and sum(turns) == 66
     worker.close()
 
 
