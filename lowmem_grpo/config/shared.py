@@ -294,6 +294,15 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
     def completions_per_prompt(self) -> int:
         return 1
 
+    @property
+    def passes(self) -> int:
+        """Passes over the groups of an update, each with its own optimizer steps."""
+        return 1
+
+    def reference_share(self, step: int) -> float:
+        """Return the policy's share in the KL reference's next weights after this step; 0: the reference stays."""
+        return 0.0
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for records and checkpoints, without access tokens of the hub."""
         loading = {name: str(value) for name, value in (self.model_init_kwargs or {}).items()

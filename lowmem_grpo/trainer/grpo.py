@@ -23,16 +23,16 @@ from lowmem_grpo.rollout.collector import Collector, SharedCollector
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring, rollout_metrics
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
-from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap
 from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, lengths, make_policy_parts, tokens_of_row
 from lowmem_grpo.trainer.play import EpisodeSetup
+from lowmem_grpo.trainer.trl_api import TrlApi
 from lowmem_grpo.types import OnGroup, Rollout, RolloutGroup
 
 OF_EPISODES = ("turns", "episodes", "tools", "other", "tokens", "groups")  # metrics of episodes only
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer(TrlApi):
     """GRPO with TRL's constructor. `train()` repeats `rollout()` and `update(groups)`, and saves checkpoints."""
 
     args: GRPOConfig
@@ -93,10 +93,7 @@ class GRPOTrainer(Trainer):
                                      config.sampling(config.seed, n=config.num_generations_eval),
                                      config.per_device_eval_batch_size, encoder, self.sampler, self.scoring)
 
-    @property
-    def engine(self) -> Engine:
-        """The engine that sampled last."""
-        return self.sampler.engine
+    engine = property(attrgetter("sampler.engine"))  # the one that sampled last
 
     # The verbs, beside those of `Trainer`; each can be called on its own.
 
@@ -130,7 +127,7 @@ class GRPOTrainer(Trainer):
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
         if self.overlap is None:
             return super().update(groups, at_most)
-        with self.clock.phase("train"), self.overlap.gradient(groups) as begun:
+        with self.parts.clock.phase("train"), self.overlap.gradient(groups) as begun:
             metrics = self.make_steps(groups, at_most, begun)
         return metrics | self.overlap.metrics(begun, groups)
 
@@ -148,7 +145,7 @@ class GRPOTrainer(Trainer):
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Return the sampled groups' rewards, lengths and speed, measured and planned seconds, and memory use."""
-        return {**self.collector.metrics(groups, self.clock.seconds["generate"]),
+        return {**self.collector.metrics(groups, self.parts.clock.seconds["generate"]),
                 **super().measured(before, groups, timing)}
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:

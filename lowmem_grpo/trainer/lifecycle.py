@@ -21,7 +21,6 @@ from lowmem_grpo.runs.trajectory import transcript, turn_records
 from lowmem_grpo.runs.views.live import StepTimes
 from lowmem_grpo.runs.views.report import write_report
 from lowmem_grpo.trainer.preflight.resources import describe_machine
-from lowmem_grpo.trainer.trl_api import TrlApi
 from lowmem_grpo.types import Rollout, RolloutGroup, warn
 from lowmem_grpo.utils import time_text
 
@@ -131,7 +130,7 @@ TRAINED = ". The adapter is as earlier training left it: to begin with a fresh o
 
 
 @contextmanager
-def running(trainer: TrlApi, resume: bool | str | None) -> Iterator[None]:
+def running(trainer: Any, resume: bool | str | None) -> Iterator[None]:
     """Lock the run's folder, and begin or resume the run; on exit, end the run and record how it ended."""
     with owned(trainer.run_dir) if trainer.records.writes else nullcontext():
         start_run(trainer, resume)
@@ -150,7 +149,7 @@ def running(trainer: TrlApi, resume: bool | str | None) -> Iterator[None]:
             end_run(trainer, "finished" if trainer.finished else "interrupted")
 
 
-def start_run(trainer: TrlApi, resume: bool | str | None) -> None:
+def start_run(trainer: Any, resume: bool | str | None) -> None:
     """Set up a fresh run directory, or restore a checkpoint; then write the first summary."""
     torch.manual_seed(trainer.args.seed)
     trainer.control.should_training_stop = False  # an earlier `train` may have been stopped
@@ -176,7 +175,7 @@ def start_run(trainer: TrlApi, resume: bool | str | None) -> None:
     trainer.records.summary(describe_run(trainer, "running") | {"began": trainer.began, "error": None})
 
 
-def load_checkpoint(trainer: TrlApi, wanted: bool | str) -> bool:
+def load_checkpoint(trainer: Any, wanted: bool | str) -> bool:
     """Find a checkpoint in the first process and load it in all ranks; return False if there is none."""
     folder = trainer.ranks.first("the checkpoint", lambda: trainer.saver.resume(wanted))
     if folder is not None and not trainer.records.writes:
@@ -184,21 +183,21 @@ def load_checkpoint(trainer: TrlApi, wanted: bool | str) -> bool:
     return folder is not None
 
 
-def known_run(trainer: TrlApi) -> tuple[dict[str, Any], bool]:
+def known_run(trainer: Any) -> tuple[dict[str, Any], bool]:
     """Return the summary in the run's folder, and whether this trainer's own run stopped early and can be resumed."""
     known = trainer.records.known()
     mine = bool(trainer.began) and known.get("began") == trainer.began
     return known, mine and not trainer.finished and bool(list_checkpoints(trainer.run_dir))
 
 
-def log_summary(trainer: TrlApi, seconds: float) -> None:
+def log_summary(trainer: Any, seconds: float) -> None:
     """Log the summary of a run that took `seconds`, as the last line of the history."""
     parameters = trainer.policy.base.num_parameters(exclude_embeddings=True)
     trainer.summary = summary(trainer.state, trainer.losses, trainer.samples_seen, seconds, parameters)
     trainer.log(trainer.summary)
 
 
-def save_last(trainer: TrlApi) -> None:
+def save_last(trainer: Any) -> None:
     """Write the last checkpoint, if it is not yet written and the run was stopped or saves checkpoints."""
     if trainer.saver.saved < trainer.state.global_step and (
             trainer.args.save_strategy != "no" or not trainer.finished):
@@ -210,7 +209,7 @@ def save_last(trainer: TrlApi) -> None:
     trainer.ranks.meet("the last checkpoint")  # other ranks may read it once it is written
 
 
-def end_run(trainer: TrlApi, status: str) -> None:
+def end_run(trainer: Any, status: str) -> None:
     """Write the adapter and the summary. Upload the adapter if push_to_hub is set."""
     if trainer.records.writes:
         save_adapter(trainer.run_dir / FINAL, trainer.model.save_lora)
@@ -220,7 +219,7 @@ def end_run(trainer: TrlApi, status: str) -> None:
     trainer.ranks.meet("the end of the run")
 
 
-def update_summary(trainer: TrlApi, entries: dict[str, Any]) -> None:
+def update_summary(trainer: Any, entries: dict[str, Any]) -> None:
     """Update summary.json and rewrite the report, in the first process. A failed report is only logged."""
     if not trainer.records.writes:
         return
@@ -231,7 +230,7 @@ def update_summary(trainer: TrlApi, entries: dict[str, Any]) -> None:
         logger.warning("the report was not written: %s", error)
 
 
-def describe_run(trainer: TrlApi, status: str) -> dict[str, Any]:
+def describe_run(trainer: Any, status: str) -> dict[str, Any]:
     """Return the description of the run for summary.json, in plain values."""
     state, method = trainer.state, {} if trainer.method is None else {"method": trainer.method}
     return {"status": status, "model": trainer.model.loaded.name, "seed": trainer.args.seed,
@@ -242,7 +241,7 @@ def describe_run(trainer: TrlApi, status: str) -> dict[str, Any]:
 
 
 @contextmanager
-def failure_recorded(trainer: TrlApi) -> Iterator[None]:
+def failure_recorded(trainer: Any) -> Iterator[None]:
     """Write an error raised in this context to the run's summary and report, and raise it again."""
     try:
         yield
@@ -255,7 +254,7 @@ def failure_recorded(trainer: TrlApi) -> Iterator[None]:
 
 
 @contextmanager
-def signals_after_steps(trainer: TrlApi) -> Iterator[None]:
+def signals_after_steps(trainer: Any) -> Iterator[None]:
     """Let signals end the run only after a step, and the model's engine sleep if the trainer does not sample."""
     engine = None if trainer.samples else trainer.model.loaded.keeper.kept
     if engine is not None:

@@ -20,18 +20,19 @@ from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.preflight.checks import before_training, check_ranks_agree, preflight
 from lowmem_grpo.trainer.saver import Saver
 from lowmem_grpo.trainer.step_accumulator import StepAccumulator, members
-from lowmem_grpo.trainer.trl_api import NoLoader, TrlApi
 from lowmem_grpo.types import Finding, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer(TrlApi):
-    """The base class of all trainers. Each step gets groups, trains on them, and records a line of metrics."""
+class Trainer:
+    """The loop of all trainers. Each step gets groups, trains on them, and records a line of metrics. `TrlApi` adds the
+    names of TRL's and transformers' trainers."""
 
     view_class: type[LiveView] = LiveView
     method: str | None = None  # the kind of training, in the summary
     samples = False  # True if groups are sampled, False if the rows hold the answers
+    engine: Any  # in trainers that sample
 
     def __init__(
         self, parts: TrainerParts, callbacks: list[Any] | None = None, eval_dataset: Any = None,
@@ -39,10 +40,9 @@ class Trainer(TrlApi):
     ) -> None:
         """`rewards` maps the name of each reward to its weight, for trainers with rewards."""
         self.parts: TrainerParts = parts
-        self.args, self.source, self.objective, self.learner = parts.args, parts.source, parts.objective, parts.learner
-        self.memory, self.peaks, self.state, self.clock = parts.memory, parts.peaks, parts.state, parts.clock
-        self.model, self.tokenizer, self.policy, self.ranks = parts.model, parts.tokenizer, parts.policy, parts.ranks
-        self.records, self.run_dir = parts.records, parts.records.run_dir
+        self.args, self.source, self.learner, self.memory = parts.args, parts.source, parts.learner, parts.memory
+        self.model, self.tokenizer, self.policy, self.state = parts.model, parts.tokenizer, parts.policy, parts.state
+        self.ranks, self.records, self.run_dir = parts.ranks, parts.records, parts.records.run_dir
         self.rewards = dict(rewards or {})
         self.control, self.interrupt = TrainerControl(), Interrupt()
         self.told: dict[str, Any] = {}  # the caller's entries for the summary, written however the run ends
@@ -84,8 +84,8 @@ class Trainer(TrlApi):
             return timing
         updates, plan, planned = self.state.global_step - before, self.parts.planned_time, dict[str, float]()
         if plan is not None and updates:
-            planned = plan.metrics(self.sampled or groups, groups, updates, getattr(self.args, "num_iterations", 1),
-                                   self.objective.needed_before(updates))
+            planned = plan.metrics(self.sampled or groups, groups, updates, self.args.passes,
+                                   self.parts.objective.needed_before(updates))
         return {**timing, **planned, "memory/kv_bytes": self.engine.kv_bytes, **self.memory.metrics(),
                 "policy_version": self.state.policy_version}
 
@@ -114,11 +114,15 @@ class Trainer(TrlApi):
         """Return whether an evaluation may have a metric of this name."""
         return name in self.evaluation_names()
 
+    def upload(self) -> None:
+        """Upload the adapter of a finished run, for `push_to_hub`."""
+        raise NotImplementedError
+
     # The verbs; each can be called on its own.
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
         """Train on `groups`, and return metrics. `at_most` limits the number of optimizer steps."""
-        with self.clock.phase("train"):
+        with self.parts.clock.phase("train"):
             return self.make_steps(groups, at_most)
 
     def make_steps(
@@ -128,13 +132,13 @@ class Trainer(TrlApi):
         if self.samples and self.policy.routed_layers and not self.said_unrouted:
             self.said_unrouted = say_unrouted(members(groups))
         parts = self.split_steps(groups)
-        order = (parts * getattr(self.args, "num_iterations", 1))[:at_most]
+        order = (parts * self.args.passes)[:at_most]
         rest = groups if begun is None else [group for group in groups if not begun.holds(group)]
         self.learner.prepare(rest, len(order), self.state.policy_version)
         # dapo and similar losses count the tokens of the whole generation, bnpo those of the optimizer step
-        tokens = self.learner.num_tokens(groups) / len(parts) if self.objective.counts_generation else None
+        tokens = self.learner.num_tokens(groups) / len(parts) if self.parts.objective.counts_generation else None
         steps = [self.learner.forward_backward(part, tokens, begun) | self.optim_step() for part in order]
-        undone = 1 - len(order) / (len(parts) * getattr(self.args, "num_iterations", 1) or 1)
+        undone = 1 - len(order) / (len(parts) * self.args.passes or 1)
         self.state.epoch = self.source.reached - undone * self.source.last
         return mean_of(steps) | self.learner.guard.over(steps)
 
@@ -150,8 +154,8 @@ class Trainer(TrlApi):
         self.state.policy_version += 1
         self.learner.whole = True
         self.weights_changed()
-        if getattr(self.args, "sync_ref_model", False) and not self.state.global_step % self.args.ref_model_sync_steps:
-            self.policy.move_reference(self.args.ref_model_mixup_alpha)
+        if share := self.args.reference_share(self.state.global_step):
+            self.policy.move_reference(share)
         return metrics
 
     def evaluate(
@@ -239,7 +243,7 @@ class Trainer(TrlApi):
 
     def start_step(self) -> None:
         """Begin a step, before its groups are sampled, and record the state to restore if the step fails."""
-        self.clock.restart()
+        self.parts.clock.restart()
         self.ranks.seed(self.args.seed, self.state.global_step)
         self.saver.mark()
         self.step_before = self.state.global_step
@@ -288,18 +292,23 @@ class Trainer(TrlApi):
         """Call the callbacks' method `event` with the arguments that transformers' Trainer passes."""
         self.control.follow(event, self.args, self.state, self.step_before)
         self.callbacks(event, self.args, self.state, self.control, model=self.model, processing_class=self.tokenizer,
-                       optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler,
-                       train_dataloader=NoLoader(), eval_dataloader=NoLoader(), **details)
+                       optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler, **details)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add a line to the history, and call the callbacks. A subclass may override this to add values."""
+        line = {"step": self.state.global_step, "epoch": self.state.epoch, **logs}
+        self.state.log_history.append(line)
+        self.notify("on_log", logs=line)
 
     def record(self, before: int, metrics: dict[str, float], groups: list[RolloutGroup]) -> None:
         """Write the completions of a step, and keep its metrics for the next log line."""
-        timing, memory = self.clock.metrics(), peak_memory(self.policy.device)
-        seconds = {f"{phase}_s": self.clock.seconds[phase] for phase in ("generate", "train")}
+        timing, memory = self.parts.clock.metrics(), peak_memory(self.policy.device)
+        seconds = {f"{phase}_s": self.parts.clock.seconds[phase] for phase in ("generate", "train")}
         self.state.elapsed += timing["step_time"]
         self.losses += [metrics.get("loss", math.nan)] * (self.state.global_step - before)
-        self.samples_seen += sum(len(group.rollouts) for group in groups) * getattr(self.args, "num_iterations", 1)
+        self.samples_seen += sum(len(group.rollouts) for group in groups) * self.args.passes
         line = {"step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed, **metrics,
-                **self.measured(before, groups, timing), **memory, **self.peaks.metrics(),
+                **self.measured(before, groups, timing), **memory, **self.parts.peaks.metrics(),
                 **self.ranks.metrics(timing["step_time"], seconds | memory)}
         self.journal.write(line, groups if self.samples else [])
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lowmem_grpo.config.grpo import TRLS_SHARE, GRPOConfig
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.rollout import TRLS_SHARE
 from lowmem_grpo.config.sampling import longest_prompt
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.base import Engine, check_own_engine

@@ -29,10 +29,10 @@ from lowmem_grpo.losses.objective import Objective, PolicyOutputs, StepTotals
 from lowmem_grpo.models.policy import evaluating
 from lowmem_grpo.rollout.assessment import OF_LOSS, evaluation_sets
 from lowmem_grpo.runs.views.live import SFTView
-from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.optim import make_scheduler
 from lowmem_grpo.trainer.parts import bring_model, make_parts
 from lowmem_grpo.trainer.run_memory import plan_memory
+from lowmem_grpo.trainer.trl_api import TrlApi
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 
 MEASURED = ("loss", "entropy", "mean_token_accuracy", "learning_rate", "grad_norm", "optimizer/skipped",
@@ -76,7 +76,7 @@ def longest_row(settings: SFTConfig, context: int) -> int:
     return settings.max_length or context
 
 
-class SFTTrainer(Trainer):
+class SFTTrainer(TrlApi):
     """Fine-tuning with TRL's constructor. `train()` repeats `next_groups()` and `update(groups)`, and saves
     checkpoints. The model can be passed to GRPOTrainer as it is. GRPO's KL reference is then this fine-tuned model
     (kl_reference "start"), or with kl_reference "base" the base model without adapter."""

@@ -25,10 +25,10 @@ from lowmem_grpo.rollout.scoring import rollout_metrics, waiting_share
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.runs.views.live import TrajectoryView
 from lowmem_grpo.trainer.lifecycle import running
-from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, make_policy_parts, tokens_of_row
 from lowmem_grpo.trainer.preflight.subject import Turns
 from lowmem_grpo.trainer.step_accumulator import members
+from lowmem_grpo.trainer.trl_api import TrlApi
 from lowmem_grpo.types import Rollout, RolloutGroup
 from lowmem_grpo.utils import check_ranges, field_value
 
@@ -49,7 +49,7 @@ REFUSED = {  # settings of a trainer that samples, and what to do
 }
 
 
-class TrajectoryTrainer(Trainer):
+class TrajectoryTrainer(TrlApi):
     """GRPO on groups that the caller samples. `max_steps` -1 is an open-ended run; its schedule must be constant. Each
     rank passes the groups that it sampled, perhaps none, and a step trains on the groups of all ranks."""
 
@@ -138,8 +138,8 @@ class TrajectoryTrainer(Trainer):
     def take_in(self, groups: list[RolloutGroup], own: list[RolloutGroup]) -> dict[str, float]:
         """Set the advantages of a step's groups, run the parity check on this rank's groups `own`, and return metrics.
         The time since the last step counts as sampling."""
-        began, now = min(self.ended, self.clock.started), time.perf_counter()
-        self.clock.started, self.clock.seconds["generate"] = began, now - began
+        began, now = min(self.ended, self.parts.clock.started), time.perf_counter()
+        self.parts.clock.started, self.parts.clock.seconds["generate"] = began, now - began
         rollouts = members(groups)
         for rollout in rollouts:
             pay(rollout)

@@ -3,17 +3,11 @@
 import json
 import logging
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.models import hub
-from lowmem_grpo.runs.listeners import Callbacks
 from lowmem_grpo.runs.records import replace_text
-from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.trainer.learner import Learner
-from lowmem_grpo.trainer.saver import Saver
+from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.utils import UnsupportedError, time_text
 
 logger = logging.getLogger(__name__)
@@ -126,18 +120,9 @@ class Processes:
         raise NotHereError(f"trainer.accelerator has no {name!r} here: accelerate is not used for training; {ONE}")
 
 
-class TrlApi:
-    """The base class of our trainers, with attributes and methods of TRL's and transformers' trainers."""
+class TrlApi(Trainer):
+    """The base class of public trainers, with attributes and methods of TRL's and transformers' trainers."""
 
-    model: FastPeftModel
-    args: TrainSettings
-    tokenizer: Any
-    state: TrainerState
-    learner: Learner
-    callbacks: Callbacks
-    saver: Saver
-    run_dir: Path
-    ranks: Any  # the processes of the run, as trainer/distributed.py has them
     given_rows: Any  # as they were passed
     given_eval_rows: Any
 
@@ -176,6 +161,9 @@ class TrlApi:
     callback_handler = property(attrgetter("callbacks"))
     train_dataset = property(attrgetter("given_rows"))
     eval_dataset = property(attrgetter("given_eval_rows"))  # evaluate(eval_dataset=...) takes others
+
+    def notify(self, event: str, **details: Any) -> None:
+        super().notify(event, train_dataloader=NoLoader(), eval_dataloader=NoLoader(), **details)
 
     @property
     def accelerator(self) -> Processes:
@@ -248,12 +236,6 @@ class TrlApi:
             logger.info("uploaded to %s", self.push_to_hub())
         except hub.HubError as error:
             logger.error("push_to_hub: %s", error)
-
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Add a line to the history, and call the callbacks. A subclass may override this to add values."""
-        line = {"step": self.state.global_step, "epoch": self.state.epoch, **logs}
-        self.state.log_history.append(line)
-        self.notify("on_log", logs=line)
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics for display: durations as "2 h 3 min", floats with four places."""

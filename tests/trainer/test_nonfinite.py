@@ -99,12 +99,12 @@ def written(folder: Path) -> list[dict[str, Any]]:
 
 def check_skips(trainer: GRPOTrainer, groups: list[RolloutGroup], what: set[str], rollouts: list[Rollout]) -> None:
     """An update on the groups changes nothing but schedule and step, and writes these rollouts for these reasons."""
-    before, objective, done = weights(trainer), trainer.objective.state(), trainer.state.global_step
+    before, objective, done = weights(trainer), trainer.parts.objective.state(), trainer.state.global_step
     rate = trainer.learner.scheduler.get_last_lr()
     metrics = trainer.update(groups)
     assert same(weights(trainer), before)
     assert all(parameter.grad is None for parameter in trainer.policy.trainable)
-    assert trainer.objective.state() == objective or what == {"gradient"}  # what was measured then is sound
+    assert trainer.parts.objective.state() == objective or what == {"gradient"}  # what was measured then is sound
     assert trainer.state.global_step == done + 1 and trainer.learner.scheduler.get_last_lr() < rate
     assert (metrics["optimizer/skipped"], metrics["nonfinite/rollouts"]) == (1, len(rollouts))
     assert what != {"advantages"} or math.isnan(metrics["grad_norm"])

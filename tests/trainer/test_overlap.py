@@ -232,7 +232,7 @@ def test_a_correction_that_begins_in_the_step_drops_what_was_trained_without_it(
 
     run = trainer(tmp_path, True)
     corrects = [False]
-    monkeypatch.setattr(type(run.objective.mismatch), "due", corrected)
+    monkeypatch.setattr(type(run.parts.objective.mismatch), "due", corrected)
     with slow_decoding(monkeypatch):
         groups = run.rollout()
     assert run.overlap.partial is not None

@@ -165,7 +165,7 @@ def test_settings_change_for_one_step(first: list[RolloutGroup], tmp_path: Path)
             trainer.step(deepcopy(first), loss_type="cispo", epsilon=0.3)
         assert trainer.state.global_step == 2 and trainer.args.temperature == 1.0
         with trainer.settings.changed({"learning_rate": 1e-5}):
-            assert trainer.objective.config.learning_rate == trainer.learner.config.learning_rate == 1e-5
+            assert trainer.parts.objective.config.learning_rate == trainer.learner.config.learning_rate == 1e-5
             assert trainer.saver.snapshot()["config"]["learning_rate"] == 3e-3, "checkpoints hold those of the run"
 
 
