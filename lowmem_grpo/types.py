@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, is_dataclass, replace
 from logging import Logger
-from typing import TYPE_CHECKING, Any, Literal
+from operator import attrgetter, methodcaller
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lowmem_grpo.utils import torch
 
@@ -95,6 +97,7 @@ class Rollout:
     entropy: Tensor | None = None  # (C,) at the start of the update; None if the loss does not need it
     policy_mask: Tensor | None = None  # (C,) bool, tokens whose policy term counts; None for all
     routes: Any = None  # as in `Turn`, for a single completion; in an episode each turn has its routes
+    fields: dict[str, Any] = field(default_factory=dict)  # by name, those of TOKEN_FIELDS that are not attributes
 
     @property
     def num_trained(self) -> int:
@@ -155,6 +158,51 @@ class RolloutGroup:
         return failed > 0 and len(self.rollouts) - failed < 2
 
 
+class Source(NamedTuple):
+    """The pass that computes token fields before an update. Fields of one source share the pass."""
+
+    under: Callable[[Any], AbstractContextManager[Any]] | None = None  # the context of the `Policy`, such as no adapter
+    behind: Callable[[list[RolloutGroup]], list[RolloutGroup]] | None = None  # same completions in order, other prompts
+
+
+AS_IT_IS = Source()
+
+
+@dataclass(frozen=True)
+class TokenField:
+    """A value for each token of a rollout, (C, ...), or one for all. A rollout has it as the attribute of this name, or
+    else in `fields`. A micro-batch has it in `fields`, (T, ...), with 0 at tokens of a prompt."""
+
+    name: str
+    dtype: str = "float32"
+    kept: bool = False  # True: a group that is replayed has it again
+    value: Callable[[Any], Tensor] | None = None  # (N, ...), from the `PolicyOutputs` of a pass; None: not computed
+    source: Source = AS_IT_IS
+    of_all: bool = False  # True: also computed for rollouts without a gradient
+
+    def of(self, rollout: Rollout) -> Any:
+        """Return the rollout's value, or None."""
+        return rollout.fields.get(self.name, getattr(rollout, self.name, None))
+
+    def put(self, rollout: Rollout, value: Any) -> None:
+        (vars(rollout) if self.name in vars(rollout) else rollout.fields)[self.name] = value
+
+    def read(self, outputs: Any) -> Tensor:
+        """Return the value (N, ...) of a pass with these `PolicyOutputs`, on the host."""
+        assert self.value is not None, f"no pass computes {self.name}"
+        return self.value(outputs).to("cpu", getattr(torch, self.dtype))
+
+
+TOKEN_FIELDS = {row.name: row for row in (
+    TokenField("rollout_logprobs", kept=True),
+    TokenField("old_logprobs", value=attrgetter("logprobs")),
+    TokenField("ref_logprobs", value=attrgetter("logprobs"), source=Source(methodcaller("reference"))),
+    TokenField("entropy", value=methodcaller("entropy"), of_all=True),
+    TokenField("policy_mask", "bool"),
+    TokenField("advantages"),
+)}  # algorithms may add rows
+
+
 @dataclass
 class MicroBatch:
     """S whole sequences packed without padding into T positions; see the alignment rule at the top of types.py.
@@ -176,11 +224,7 @@ class MicroBatch:
     loss_mask: Tensor  # (T,) bool, tokens that the policy sampled
     trained: Tensor  # (N,) int64, indices where loss_mask is True; computed on the host to avoid a GPU sync
     sequence_ids: Tensor  # (T,) int64, the rollout, 0 .. R - 1; the first one for a shared place
-    advantages: Tensor  # (T,) float32
-    rollout_logprobs: Tensor  # (T,) float32
-    old_logprobs: Tensor | None = None  # (T,) float32
-    ref_logprobs: Tensor | None = None  # (T,) float32
-    policy_mask: Tensor | None = None  # (T,) bool
+    fields: dict[str, Tensor]  # (T, ...) by name, those of TOKEN_FIELDS that the rollouts have
     rollouts: tuple[Rollout, ...] = ()  # the R packed completions, in order
     host_ids: Tensor | None = None  # (T,) int64, a copy of `input_ids` that stays on the host
     homes: Tensor | None = None  # (N,) int64, on the host: index of each trained token in the rollouts' (C,) fields,
@@ -188,16 +232,20 @@ class MicroBatch:
     routes: Tensor | None = None  # (T, layers, k) uint8 or int16, experts that the sampler chose; None: not reported
     routed: Tensor | None = None  # (T,) bool, places that have routes; None for all
 
+    advantages = property(lambda batch: batch.fields["advantages"])
+    rollout_logprobs = property(lambda batch: batch.fields["rollout_logprobs"])
+
     def at_trained(self, values: Tensor) -> Tensor:
         """Return those of `values` (T, ...) at positions whose target the policy sampled, as a tensor (N, ...)."""
         return values.index_select(0, self.trained)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return the same batch with every tensor on `device`, except `host_ids` and `homes`."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("host_ids", "homes")}
-        moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items() if torch.is_tensor(value)}
-        changes: dict[str, Any] = moved
-        return replace(self, **changes)
+        def moved(tensors: dict[str, Any]) -> dict[str, Any]:
+            return {name: value.to(device, non_blocking=True) for name, value in tensors.items()
+                    if torch.is_tensor(value) and name not in ("host_ids", "homes")}
+
+        return replace(self, **moved(vars(self)), fields=moved(self.fields))
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup, TokenField
 
 ROUNDING = 1e-5  # log-probabilities in float32 that differ by less are the same
 
@@ -124,8 +124,8 @@ class Objective:
         """The temperature that divides the logits: the sampler's, so that log-probabilities can be compared."""
         return 1.0
 
-    def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        """Return the fields (old_logprobs, ref_logprobs, entropy) that rollouts need before `optimizer_steps` steps."""
+    def needed_before(self, optimizer_steps: int) -> tuple[TokenField, ...]:
+        """Return the fields to compute before `optimizer_steps` steps: rows of TOKEN_FIELDS, or altered copies."""
         return ()
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from lowmem_grpo.memory.cutting import SPREAD, Lengths, Limits, Span, cut_spans
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, catch_oom, smaller
 from lowmem_grpo.models.routes import Routes, packed_routes, routes_of
-from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup, Split
+from lowmem_grpo.types import TOKEN_FIELDS, MicroBatch, Rollout, RolloutGroup, Split, TokenField
 
 Ids = tuple[int, ...]
 Completion = tuple[RolloutGroup, Rollout]
@@ -69,13 +69,13 @@ class Sequence:
         """The indices (int64) of the sequence's trained tokens among the rollout's C tokens."""
         return self.start + torch.tensor(self.drawn).nonzero()[:, 0]
 
-    def values(self, field: str) -> Tensor:
-        """Return the rollout's field at each of `ids`, in float32. A field (C,) is 0 at tokens of the prompt."""
-        value = torch.as_tensor(getattr(self.rollout, field), dtype=torch.float32)
+    def values(self, field: TokenField) -> Tensor:
+        """Return the rollout's field at each of `ids`. A field (C, ...) is 0 at tokens of the prompt."""
+        value = torch.as_tensor(field.of(self.rollout), dtype=getattr(torch, field.dtype))
         if value.ndim == 0:
             return value.expand(len(self.lead) + self.end - self.start)
         own = value[self.start : self.end]
-        return torch.cat([own.new_zeros(len(self.lead)), own]) if self.lead else own
+        return torch.cat([own.new_zeros(len(self.lead), *own.shape[1:]), own]) if self.lead else own
 
 
 def sequences_of(group: RolloutGroup, rollouts: list[Rollout]) -> list[list[Sequence]]:
@@ -137,10 +137,6 @@ class Piece:
     sequence: Sequence | None  # None for a prompt
     routes: Routes | None = None  # the sequence's, or for a prompt those of its first sequence that has any
 
-    def values(self, field: str) -> Tensor:
-        """Return a rollout's field at the piece's tokens, in float32; zeros for a prompt."""
-        return self.sequence.values(field) if self.sequence else torch.zeros(()).expand(len(self.ids))
-
     @property
     def mask(self) -> Tensor:
         return self.sequence.mask if self.sequence else torch.full((len(self.ids),), False)
@@ -176,10 +172,6 @@ def collate(completions: list[Completion]) -> MicroBatch:
     position_ids = torch.cat([torch.arange(p.position, p.position + len(p.ids)) for p in packed])
     rows = torch.tensor([piece.row for piece in packed]).repeat_interleave(sizes)
     loss_mask = torch.cat([piece.mask for piece in packed])
-
-    def aligned(field: str) -> Tensor:
-        return torch.cat([piece.values(field) for piece in packed])
-
     input_ids = torch.tensor([token for piece in packed for token in piece.ids])
     routes = routed = None
     if any(piece.routes is not None for piece in packed):
@@ -196,15 +188,19 @@ def collate(completions: list[Completion]) -> MicroBatch:
         loss_mask=loss_mask,
         trained=loss_mask.nonzero()[:, 0],
         sequence_ids=torch.tensor([piece.rollout for piece in packed]).repeat_interleave(sizes),
-        advantages=aligned("advantages"),
-        rollout_logprobs=aligned("rollout_logprobs"),
-        old_logprobs=aligned("old_logprobs") if all_or_none(rollouts, "old_logprobs") else None,
-        ref_logprobs=aligned("ref_logprobs") if all_or_none(rollouts, "ref_logprobs") else None,
-        policy_mask=aligned("policy_mask").bool() if all_or_none(rollouts, "policy_mask") else None,
+        fields={name: aligned(packed, row) for name, row in TOKEN_FIELDS.items() if all_or_none(rollouts, row)},
         rollouts=tuple(rollouts),
         homes=find_homes(packed, rollouts),
         routes=routes, routed=routed,
     )
+
+
+def aligned(packed: list[Piece], field: TokenField) -> Tensor:
+    """Return a field's values (T, ...) at the packed tokens; 0 at those of a prompt."""
+    own = [piece.sequence.values(field) if piece.sequence else None for piece in packed]
+    zero = next(torch.zeros_like(values[:1]) for values in own if values is not None)
+    return torch.cat([zero.expand(len(piece.ids), *zero.shape[1:]) if values is None else values
+                      for piece, values in zip(packed, own, strict=True)])
 
 
 def find_sources(packed: list[Piece], width: int) -> Tensor:
@@ -246,19 +242,19 @@ def count_copies(prompts: list[tuple[int, ...]]) -> Tensor:
     return torch.tensor(counts).repeat_interleave(torch.tensor([length for lengths in prompts for length in lengths]))
 
 
-def all_or_none(rollouts: list[Rollout], name: str) -> bool:
+def all_or_none(rollouts: list[Rollout], field: TokenField) -> bool:
     """Return whether the rollouts have the field; ValueError if only some of them do."""
-    present = [getattr(rollout, name) is not None for rollout in rollouts]
+    present = [field.of(rollout) is not None for rollout in rollouts]
     if any(present) and not all(present):
-        raise ValueError(f"{sum(present)} of {len(present)} rollouts have {name}; give it to all of them, or to none")
+        raise ValueError(f"{sum(present)} of {len(present)} rollouts have {field.name}; give it to all, or to none")
     return all(present)
 
 
 def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
-    """Split values (N,) of all trained tokens, on the host, by rollout: (C,) each, with 0 at other tokens."""
+    """Split values (N, ...) of all trained tokens, on the host, by rollout: (C, ...) each, with 0 at other tokens."""
     sizes = [len(rollout.completion_ids) for rollout in batch.rollouts]
     if batch.homes is not None:
-        values = values.new_zeros(sum(sizes)).index_copy(0, batch.homes, values)
+        values = values.new_zeros(sum(sizes), *values.shape[1:]).index_copy(0, batch.homes, values)
     return list(values.split(sizes))
 
 

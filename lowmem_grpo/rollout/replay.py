@@ -10,7 +10,8 @@ from statistics import pstdev
 from typing import Any
 
 from lowmem_grpo.models.routes import Routes, give_routes, routes_of
-from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
+from lowmem_grpo.types import TOKEN_FIELDS, Rollout, RolloutGroup, Split, Turn
+from lowmem_grpo.utils import torch
 
 logger = logging.getLogger(__name__)
 FLOATS, INTEGERS, FLAGS = "d", "i", "b"  # 8, 4 and 1 bytes, enough to store every value exactly
@@ -76,7 +77,9 @@ def as_sampled(group: RolloutGroup) -> RolloutGroup:
     """Return a copy of a group with new rollouts, without the fields that updates fill in."""
     return replace(group, rollouts=[
         Rollout(completion_ids=list(rollout.completion_ids), rollout_logprobs=list(rollout.rollout_logprobs),
-                rewards=dict(rollout.rewards), **{name: getattr(rollout, name) for name in OF_ROLLOUT})
+                rewards=dict(rollout.rewards),
+                fields={name: value for name, value in rollout.fields.items() if TOKEN_FIELDS[name].kept},
+                **{name: getattr(rollout, name) for name in OF_ROLLOUT})
         for rollout in group.rollouts
     ])
 
@@ -107,6 +110,7 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
             {"ids": pack(INTEGERS, rollout.completion_ids), "logprobs": pack(FLOATS, rollout.rollout_logprobs),
              "finish_reason": rollout.finish_reason, "text": rollout.text, "version": rollout.policy_version,
              "rewards": rollout.rewards, "reward": rollout.reward, **pack_routes(rollout, group.prompt_ids),
+             "fields": {name: torch.as_tensor(value).tolist() for name, value in rollout.fields.items()},
              **pack_episode(rollout, group.prompt_ids)}
             for rollout in group.rollouts
         ],
@@ -119,6 +123,8 @@ def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
         rollout = Rollout(
             unpack(INTEGERS, saved["ids"]), unpack(FLOATS, saved["logprobs"]), saved["finish_reason"], saved["text"],
             policy_version=saved["version"], rewards=saved["rewards"], reward=saved["reward"])
+        rollout.fields = {name: torch.tensor(values, dtype=getattr(torch, TOKEN_FIELDS[name].dtype))
+                          for name, values in saved.get("fields", {}).items()}  # older checkpoints have none
         unpack_episode(rollout, prompt, saved)
         if "routes" in saved:
             give_routes(rollout, prompt, [packed and Routes.unpacked(packed) for packed in saved["routes"]])

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.losses.loss_metrics import effective_sample_share, percentiles
@@ -20,9 +19,10 @@ from lowmem_grpo.losses.regularization import (
     take_kl_from_rewards,
     top_entropy_mask,
 )
-from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.types import TOKEN_FIELDS, LossOutput, MicroBatch, Rollout, RolloutGroup, TokenField
 
 logger = logging.getLogger(__name__)
+OF_LOSS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "policy_mask", "advantages")
 MANY_DROPPED = 0.1  # share of the tokens of the current policy that a mask leaves out
 
 
@@ -52,10 +52,10 @@ class GRPOObjective(Objective):
     def counts_generation(self) -> bool:
         return LOSS_TYPES[self.config.loss_type].counts_generation
 
-    def needed_before(self, optimizer_steps: int) -> tuple[str, ...]:
-        wanted = {"old_logprobs": optimizer_steps > 1, "ref_logprobs": self.config.beta != 0,
-                  "entropy": self.config.top_entropy_quantile < 1}
-        return tuple(name for name, needed in wanted.items() if needed)
+    def needed_before(self, optimizer_steps: int) -> tuple[TokenField, ...]:
+        wanted = {"old_logprobs": optimizer_steps > 1, "entropy": self.config.top_entropy_quantile < 1,
+                  "ref_logprobs": self.config.beta != 0}
+        return tuple(TOKEN_FIELDS[name] for name, needed in wanted.items() if needed)
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
         """Turn the importance correction on or off; by default on for stale rollouts or a large sampler mismatch."""
@@ -115,22 +115,18 @@ class GRPOObjective(Objective):
         """Return the `grpo_loss` of the batch, without its KL term if the advantages contain this term."""
         entropy, logprobs = outputs.entropy(grad=self.entropy_applied != 0), outputs.logprobs
         settings = replace(self.config, beta=0.0, kl_estimator=None) if self.config.kl_in_reward else self.config
-        out = grpo_loss(logprobs, batch.at_trained(batch.advantages), batch.at_trained(batch.sequence_ids),
-                        settings=settings, old_logprobs=at(batch, batch.old_logprobs),
-                        ref_logprobs=at(batch, batch.ref_logprobs),
-                        rollout_logprobs=batch.at_trained(batch.rollout_logprobs), entropy=entropy,
-                        policy_mask=at(batch, batch.policy_mask), num_sequences_in_step=totals.sequences,
-                        num_tokens_in_step=totals.tokens, num_policy_tokens_in_step=totals.policy_tokens,
-                        correct_mismatch=self.correct_mismatch, entropy_coef=self.entropy_applied,
-                        num_sequences=len(batch.rollouts))
-        self.moved = batch.old_logprobs is not None
+        fields = {name: batch.at_trained(batch.fields[name]) for name in OF_LOSS if name in batch.fields}
+        out = grpo_loss(logprobs, sequence_ids=batch.at_trained(batch.sequence_ids), settings=settings, entropy=entropy,
+                        num_sequences_in_step=totals.sequences, num_tokens_in_step=totals.tokens,
+                        num_policy_tokens_in_step=totals.policy_tokens, correct_mismatch=self.correct_mismatch,
+                        entropy_coef=self.entropy_applied, num_sequences=len(batch.rollouts), **fields)
+        self.moved = "old_logprobs" in fields
         out.metrics["entropy"] = entropy.detach().mean()
-        if self.config.kl_in_reward and batch.ref_logprobs is not None:
-            policy = logprobs.detach() if batch.old_logprobs is None else batch.at_trained(batch.old_logprobs)
-            out.metrics["kl"] = (policy - batch.at_trained(batch.ref_logprobs)).mean()
+        if self.config.kl_in_reward and "ref_logprobs" in fields:
+            out.metrics["kl"] = (fields.get("old_logprobs", logprobs.detach()) - fields["ref_logprobs"]).mean()
         out.policy_loss = None if self.entropy is None else out.policy_loss  # without a bonus it equals the loss
-        if batch.policy_mask is not None:
-            chosen = entropy.detach()[batch.at_trained(batch.policy_mask)]
+        if "policy_mask" in fields:
+            chosen = entropy.detach()[fields["policy_mask"]]
             out.metrics["entropy/policy"] = chosen.sum() / max(len(chosen), 1)
             out.counts["entropy/policy"] = len(chosen)
         return out
@@ -191,8 +187,3 @@ class GRPOObjective(Objective):
         if self.entropy is not None:
             self.entropy.restore(state.get("entropy"))
         self.mismatch.last_k3, self.mismatch.large = state.get("last_k3"), state.get("large_mismatch", False)
-
-
-def at(batch: MicroBatch, values: Tensor | None) -> Tensor | None:
-    """Return the values (N,) of a tensor (T,) at the batch's trained tokens; None if `values` is None."""
-    return None if values is None else batch.at_trained(values)

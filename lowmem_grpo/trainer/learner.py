@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.config.shared import TrainSettings
@@ -24,7 +23,7 @@ from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
 from lowmem_grpo.trainer.optim import OptimizerCopy, allocates_each_step, gradient_norms
 from lowmem_grpo.trainer.step_accumulator import Gradients, RandomStates, StepAccumulator, members
-from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.types import LossOutput, MicroBatch, RolloutGroup, TokenField
 
 
 class Learner:
@@ -65,26 +64,32 @@ class Learner:
         """The trainable parameters by name. Some of the optimizer's parameters may be frozen for a time."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
-    def fill_logprobs(self, groups: list[RolloutGroup], *fields: str) -> None:
-        """Compute `fields`, such as "old_logprobs", of this rank's rollouts with the current policy."""
-        random = RandomStates(self.policy.device)
-        what = f"recomputing {' and '.join(fields)}"
-        for rollout, *values in self.packer.run(what, self.mine(groups), self.limits, self.recompute, random.restore):
-            for field in fields:
-                setattr(rollout, field, values[field == "entropy"])
+    def fill_fields(self, groups: list[RolloutGroup], *fields: TokenField) -> None:
+        """Compute `fields` of this rank's rollouts with the current policy, in one pass for each source of fields."""
+        mine = self.mine(groups)
+        for source in dict.fromkeys(field.source for field in fields):
+            same = [field for field in fields if field.source == source]
+            read = mine if source.behind is None else source.behind(mine)
+            homes = dict(zip(map(id, members(read)), members(mine), strict=True))
+            random, work = RandomStates(self.policy.device), partial(self.recompute, fields=same)
+            what = f"recomputing {' and '.join(field.name for field in same)}"
+            with nullcontext() if source.under is None else source.under(self.policy):
+                computed = self.packer.run(what, read, self.limits, work, random.restore)
+            for rollout, *values in computed:
+                for field, value in zip(same, values, strict=True):
+                    field.put(homes[id(rollout)], value)
 
-    def tell_fields(self, groups: list[RolloutGroup], fields: tuple[str, ...]) -> None:
+    def tell_fields(self, groups: list[RolloutGroup], fields: tuple[TokenField, ...]) -> None:
         """Exchange the values of `fields` between ranks, so that each rank has those of all rollouts."""
         if self.ranks.count == 1 or not fields:
             return
         rollouts = members(groups)
         places = {id(rollout): place for place, rollout in enumerate(rollouts)}
-        own = {places[id(member)]: [getattr(member, field) for field in fields]
-               for member in members(self.mine(groups))}
+        own = {places[id(member)]: [field.of(member) for field in fields] for member in members(self.mine(groups))}
         for filled in self.ranks.gather("recomputed log-probabilities", own):
             for place, values in filled.items():
                 for field, value in zip(fields, values, strict=True):
-                    setattr(rollouts[place], field, value)
+                    field.put(rollouts[place], value)
 
     def mine(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """Return this rank's share of the groups; all shares have about the same number of tokens."""
@@ -92,14 +97,20 @@ class Learner:
             len(group.prompt_ids) + len(rollout.completion_ids) for rollout in group.rollouts))
 
     @torch.no_grad()
-    def recompute(self, batches: Iterator[MicroBatch]) -> list[tuple[Rollout, Tensor, Tensor]]:
-        """Return each rollout with the log-probabilities (C,) and entropies (C,) of its tokens, on the host."""
-        results: list[tuple[Rollout, Tensor, Tensor]] = []
+    def recompute(self, batches: Iterator[MicroBatch], fields: list[TokenField]) -> list[tuple[Any, ...]]:
+        """Return each rollout with the values (C, ...) of `fields` for its tokens, on the host."""
+        results: list[tuple[Any, ...]] = []
         for batch in batches:
-            both = self.policy.logprobs(batch, self.objective.temperature)
-            logprobs, entropy = (unpack(values.float().cpu(), batch) for values in both)
-            results += zip(batch.rollouts, logprobs, entropy, strict=True)
+            outputs = self.outputs(batch)
+            results += zip(batch.rollouts, *(unpack(field.read(outputs), batch) for field in fields), strict=True)
+            del outputs  # frees the hidden states before the next pass
         return results
+
+    def outputs(self, batch: MicroBatch) -> PolicyOutputs:
+        """Return what the policy computes for a micro-batch."""
+        policy = self.policy
+        return PolicyOutputs(*policy.at_trained(batch), policy.at_head, policy.head.logits_of,
+                             self.objective.temperature)
 
     def prepare(self, groups: list[RolloutGroup], optimizer_steps: int, policy_version: int = 0,
                 training: bool = True) -> None:
@@ -107,18 +118,15 @@ class Learner:
         or evaluation mode."""
         self.objective.start_update(members(groups), policy_version)
         fields = self.objective.needed_before(optimizer_steps)
-        rollouts = self.counted_groups(groups) if "entropy" in fields else self.trained_groups(groups)
+        of_all = any(field.of_all for field in fields)
+        rollouts = self.counted_groups(groups) if of_all else self.trained_groups(groups)
         random = RandomStates(self.policy.device)
 
         @in_mode(self.policy.model, training)
         def fill() -> None:
             random.restore()
             limit = self.bound.lowered
-            if own := [name for name in fields if name != "ref_logprobs"]:
-                self.fill_logprobs(rollouts, *own)
-            if "ref_logprobs" in fields:
-                with self.policy.reference():
-                    self.fill_logprobs(rollouts, "ref_logprobs")
+            self.fill_fields(rollouts, *fields)
             if self.bound.lowered != limit:
                 fill()  # memory ran out: repeat all in the smaller size, as in a run that began with this bound
 
@@ -210,8 +218,7 @@ class Learner:
         if isinstance(self.offload, ActivationOffload):
             self.offload.read_ahead(policy.head_groups == 1)  # several groups mean that memory is short
         with nullcontext() if flags is None else self.offload:
-            outputs = PolicyOutputs(*policy.at_trained(batch), policy.at_head, policy.head.logits_of,
-                                    objective.temperature)
+            outputs = self.outputs(batch)
             out = objective.loss(batch, outputs, totals)
         if flags is not None:
             flags.check_batch(batch, outputs.scores and outputs.scores[0], out.loss)

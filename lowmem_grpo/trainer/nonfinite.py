@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from lowmem_grpo.runs.records import NONFINITE as FILE
 from lowmem_grpo.runs.records import RecordError, RunRecords, prompt_text
 from lowmem_grpo.runs.state import TrainerState
-from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.types import TOKEN_FIELDS, MicroBatch, Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 WRITTEN = 16  # the most rollouts written per step; one more line says how many were left out
 NAMED = 5  # the most parameters named whose gradients are not finite
-FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
-CAUSES = ("logprobs", *FIELDS, "loss")
 ADVICE = {
     "reward": "a division by zero, a logarithm of 0 or an overflow in the reward function; for a completion without a "
               "reward it should return None",
@@ -39,7 +37,8 @@ class NonFiniteError(RuntimeError):
 
 @dataclass
 class BadRollout:
-    """A rollout with NaN or infinity, and where it occurred: "reward NAME", one of CAUSES, or "gradient"."""
+    """A rollout with NaN or infinity, and where it occurred: "reward NAME", "logprobs", one of TOKEN_FIELDS, "loss" or
+    "gradient"."""
 
     group: RolloutGroup
     rollout: Rollout
@@ -51,29 +50,30 @@ class Flags:
 
     def __init__(self) -> None:
         self.rollouts: list[Rollout] = []
-        self.tables: list[Tensor] = []  # (CAUSES, R) of each micro-batch
+        self.tables: list[Tensor] = []  # (F + 2, R) of each micro-batch, F = len(TOKEN_FIELDS)
         self.known: list[tuple[Rollout, list[str]]] = []  # bad rollouts that were read already
 
     @torch.no_grad()
     def check_batch(self, batch: MicroBatch, logprobs: Tensor | None, loss: Tensor) -> None:
-        """Flag rollouts with NaN or infinity in log-probabilities (N,), if there are any, or in FIELDS; all if only the
-        loss is bad."""
-        fields, none = [getattr(batch, name) for name in FIELDS], loss.new_zeros(len(batch.trained))
+        """Flag rollouts with NaN or infinity in log-probabilities (N,), if there are any, or in a token field; all if
+        only the loss is bad."""
+        none = loss.new_zeros(len(batch.trained))
         rows = [none if logprobs is None else logprobs,
-                *(none if values is None else batch.at_trained(values) for values in fields)]
-        wrong = torch.stack([values.isfinite().logical_not() for values in rows])
-        table = torch.zeros(len(CAUSES), len(batch.rollouts), device=none.device)
+                *(batch.at_trained(batch.fields[name]) if name in batch.fields else none for name in TOKEN_FIELDS)]
+        wrong = torch.stack([values.isfinite().logical_not().view(len(none), -1).any(1) for values in rows])
+        table = torch.zeros(len(rows) + 1, len(batch.rollouts), device=none.device)
         table[:-1].index_add_(1, batch.at_trained(batch.sequence_ids), wrong.to(table.dtype))
         table[-1] = loss.isfinite().logical_not() & (table[:-1].sum() == 0)
         self.tables.append(table)
         self.rollouts += batch.rollouts
 
     def read(self) -> list[tuple[Rollout, list[str]]]:
-        """Return the bad rollouts, each with its CAUSES. Only this call synchronizes with the device."""
+        """Return the bad rollouts, each with what was bad. Only this call synchronizes with the device."""
         if not self.tables:
             return self.known
         columns = torch.cat(self.tables, 1).gt(0).T.tolist()
-        named = [[name for name, wrong in zip(CAUSES, column, strict=True) if wrong] for column in columns]
+        names = ["logprobs", *TOKEN_FIELDS, "loss"]
+        named = [[name for name, wrong in zip(names, column, strict=True) if wrong] for column in columns]
         return [*self.known, *((rollout, what) for rollout, what in zip(self.rollouts, named, strict=True) if what)]
 
 
@@ -128,7 +128,8 @@ class Guard:
         self.causes += [cause for cause in causes if cause not in self.causes]
         if self.state.nonfinite_in_a_row + 1 >= self.limit:
             said, self.causes, self.state.nonfinite_in_a_row = self.causes, [], 0
-            advice = "; ".join(dict.fromkeys(ADVICE[cause.partition(" ")[0]] for cause in said))
+            kinds = dict.fromkeys(cause.partition(" ")[0] for cause in said)
+            advice = "; ".join(dict.fromkeys(ADVICE.get(kind, f"what computes {kind}") for kind in kinds))
             raise NonFiniteError(f"NaN or infinity in {self.limit} steps in a row, the last of them step {step}: "
                                  f"{', '.join(said)}; {where}. Nothing was trained on them. Look at {advice}. After "
                                  f"{self.limit} such steps (nonfinite_steps) a run stops")

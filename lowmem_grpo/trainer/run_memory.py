@@ -26,7 +26,7 @@ from lowmem_grpo.models.fp8_layers import fp8_linears
 from lowmem_grpo.models.lean_modules import MLP_TILE, LeanMLP
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.reward_model import RewardModel
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import RolloutGroup, TokenField
 from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
@@ -213,10 +213,10 @@ class PlannedTime:
 
     def metrics(
         self, sampled: Sequence[RolloutGroup], trained: Sequence[RolloutGroup], updates: int = 1, iterations: int = 1,
-        fields: Sequence[str] = (),
+        fields: Sequence[TokenField] = (),
     ) -> dict[str, float]:
         """Return the planned seconds of sampling, training and the step, including passes that compute `fields`."""
-        passes = len({field == "ref_logprobs" for field in fields})  # one pass for the reference, one for the policy
+        passes = len({field.source for field in fields})
         generated = self.plan_step(workload_of(sampled))
         learned = self.plan_step(workload_of(trained, updates, iterations, passes))
         if generated is None or learned is None:

@@ -39,8 +39,8 @@ def test_each_target_follows_its_input_in_its_sequence() -> None:
     assert batch.max_seqlen == 5
     mask = batch.loss_mask
     torch.testing.assert_close(batch.rollout_logprobs[mask], -batch.targets[mask] / 100)
-    torch.testing.assert_close(batch.old_logprobs[mask], -batch.targets[mask] / 100 - 1)
-    torch.testing.assert_close(batch.ref_logprobs[mask], -batch.targets[mask] / 100 - 2)
+    torch.testing.assert_close(batch.fields["old_logprobs"][mask], -batch.targets[mask] / 100 - 1)
+    torch.testing.assert_close(batch.fields["ref_logprobs"][mask], -batch.targets[mask] / 100 - 2)
     assert batch.advantages.tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1]
 
 
@@ -130,7 +130,7 @@ def test_tokens_and_sequences_are_bounded(
 
 def test_old_logprobs_are_all_or_nothing() -> None:
     (batch,) = pack([group([5], [6, 7])])
-    assert batch.old_logprobs is None and batch.ref_logprobs is None
+    assert batch.fields.keys() == {"rollout_logprobs", "advantages"}
     with pytest.raises(ValueError):
         pack([group([5], [6, 7], extra=True), group([5], [6, 7])])
 
@@ -146,10 +146,10 @@ SEQUENCES = st.lists(
 def test_unpacking_gives_back_what_was_packed(sequences: list[tuple[list[int], list[int]]]) -> None:
     pairs = [(RolloutGroup({}, prompt, []), rollout(ids, extra=True)) for prompt, ids in sequences]
     batch = collate(pairs)
-    for field, values in (("targets", [r.completion_ids for _, r in pairs]),
-                          ("rollout_logprobs", [r.rollout_logprobs for _, r in pairs]),
-                          ("old_logprobs", [r.old_logprobs.tolist() for _, r in pairs])):
-        parts = unpack(getattr(batch, field)[batch.loss_mask], batch)
+    for packed, values in ((batch.targets, [r.completion_ids for _, r in pairs]),
+                           (batch.rollout_logprobs, [r.rollout_logprobs for _, r in pairs]),
+                           (batch.fields["old_logprobs"], [r.old_logprobs.tolist() for _, r in pairs])):
+        parts = unpack(packed[batch.loss_mask], batch)
         for part, expected in zip(parts, values, strict=True):
             torch.testing.assert_close(part, torch.tensor(expected))
 
@@ -157,6 +157,7 @@ def test_unpacking_gives_back_what_was_packed(sequences: list[tuple[list[int], l
 def test_moving_a_batch_leaves_a_tensor_behind_or_takes_the_host_s_ids_along() -> None:
     (batch,) = pack([group([5], [6, 7], extra=True)])
     moved = vars(batch.to("meta"))
+    moved |= moved.pop("fields")
     assert moved.pop("host_ids").device.type == "cpu"
     assert {value.device.type for value in moved.values() if torch.is_tensor(value)} == {"meta"}
     assert moved["max_seqlen"] == batch.max_seqlen and batch.input_ids.device.type == "cpu"

@@ -18,7 +18,7 @@ from trainer_runs import Gradients, adapter, relative, same
 from lowmem_grpo import GRPOTrainer
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer.nonfinite import FILE
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import TOKEN_FIELDS, RolloutGroup
 from tests.attacks.small_run import StopAt
 
 TOKENS = 160  # of a micro-batch: the groups make at least three of them
@@ -78,7 +78,7 @@ def test_log_probabilities_are_as_near_to_float64_as_those_of_plain_transformers
     tmp_path: Path, device: torch.device, dtype: torch.dtype, sampled: list[RolloutGroup]
 ) -> None:
     trainer, groups = make(tmp_path, device, dtype, max_tokens_per_micro_batch=TOKENS), copy.deepcopy(sampled)
-    trainer.learner.fill_logprobs(groups, "old_logprobs")
+    trainer.learner.fill_fields(groups, TOKEN_FIELDS["old_logprobs"])
     twins = plain_twin(trainer, torch.float64, CPU), plain_twin(trainer, dtype, device)
     errors: list[tuple[float, float]] = []
     for group in groups:

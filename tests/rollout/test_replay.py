@@ -11,7 +11,7 @@ import torch
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.routes import Routes
 from lowmem_grpo.rollout.replay import ReplayBuffer, as_sampled
-from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
+from lowmem_grpo.types import TOKEN_FIELDS, Rollout, RolloutGroup, Split, TokenField, Turn
 
 ROWS = [{"prompt": f"row {index}"} for index in range(20)]
 
@@ -80,6 +80,24 @@ def test_a_restored_buffer_is_the_saved_one() -> None:
     assert restored(buffer, 3).entries[0].row is ROWS[2]
     assert restored(buffer, 1).entries == ReplayBuffer(1).entries + tuple(buffer.entries[:1])
     assert not restored(buffer, 0).entries
+
+
+def test_a_field_that_is_kept_is_replayed_and_restored_and_others_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TOKEN_FIELDS, "seen", TokenField("seen", "int64", kept=True))
+    monkeypatch.setitem(TOKEN_FIELDS, "made", TokenField("made"))
+    fresh, buffer = group(1, 0, 1), ReplayBuffer(1)
+    for rollout in fresh.rollouts:
+        rollout.fields = {"seen": torch.tensor([[1, 2], [3, 4]]), "made": torch.ones(2)}
+    buffer.offer([fresh])
+    for kept in (buffer, restored(buffer, 1)):
+        (batch,) = pack(kept.take_groups(1, 1))
+        assert batch.fields["seen"].tolist() == [[0, 0], [0, 0], *[[1, 2], [3, 4]] * 2] and "made" not in batch.fields
+    buffer.offer([fresh])
+    old = buffer.state()
+    for saved in old[0]["rollouts"]:
+        del saved["fields"]  # as in checkpoints from before
+    buffer.restore(old, ROWS, ("a", "b"), 2)
+    assert not buffer.entries[0].rollouts[0].fields
 
 
 def test_kept_groups_that_no_longer_fit_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

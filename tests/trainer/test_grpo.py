@@ -196,7 +196,7 @@ def test_an_on_policy_update_makes_one_forward_pass_and_clips_nothing(
     groups = trainer.rollout()
     given: list[Any] = []
     loss = objective.grpo_loss
-    monkeypatch.setattr(objective, "grpo_loss", lambda *a, **k: given.append(k["old_logprobs"]) or loss(*a, **k))
+    monkeypatch.setattr(objective, "grpo_loss", lambda *a, **k: given.append(k.get("old_logprobs")) or loss(*a, **k))
     with forwards(monkeypatch) as seen:
         metrics = trainer.update(groups)
     trained = sum(bool(r.advantage) for g in groups for r in g.rollouts)
@@ -230,8 +230,8 @@ def test_old_logprobs_are_filled_once_before_the_first_step_and_later_steps_are_
     groups = trainer.rollout()
     assert len(groups) == 4
     events: list[str] = []
-    fill, optimize = trainer.learner.fill_logprobs, trainer.learner.optimizer.step
-    monkeypatch.setattr(trainer.learner, "fill_logprobs", lambda g, field: events.append(field) or fill(g, field))
+    fill, optimize = trainer.learner.fill_fields, trainer.learner.optimizer.step
+    monkeypatch.setattr(trainer.learner, "fill_fields", lambda g, field: events.append(field.name) or fill(g, field))
     monkeypatch.setattr(trainer.learner.optimizer, "step", lambda *a, **k: events.append("step") or optimize(*a, **k))
     metrics = trainer.update(groups)
     assert events == ["old_logprobs", *["step"] * 4]
@@ -275,8 +275,8 @@ def test_no_reference_model_is_loaded_beside_the_trained_one(tmp_path: Path) -> 
     before = embeddings_alive()
     assert before >= 1
     during: list[int] = []
-    fill = trainer.learner.fill_logprobs
-    trainer.learner.fill_logprobs = lambda *a: during.append(embeddings_alive()) or fill(*a)  # type: ignore[method-assign]
+    fill = trainer.learner.fill_fields
+    trainer.learner.fill_fields = lambda *a: during.append(embeddings_alive()) or fill(*a)  # type: ignore[method-assign]
     trainer.update(trainer.rollout())
     assert during == [before]
 

@@ -23,7 +23,7 @@ from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer import learner as step
 from lowmem_grpo.trainer.nonfinite import FILE, WRITTEN, BadRollout, Flags, Guard, NonFiniteError, lines
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import TOKEN_FIELDS, Rollout, RolloutGroup, TokenField
 from tests.attacks.small_run import StopAt, records
 
 NAN, INF = math.nan, math.inf
@@ -167,14 +167,14 @@ def test_a_nan_in_recomputed_log_probabilities_is_not_trained_on(
     tmp_path: Path, sampled: list[RolloutGroup], monkeypatch: pytest.MonkeyPatch, field: str, settings: Any
 ) -> None:
     trainer, groups = started(tmp_path, sampled, **settings), copy.deepcopy(sampled)
-    fill = trainer.learner.fill_logprobs
+    fill = trainer.learner.fill_fields
 
-    def fill_broken(parts: list[RolloutGroup], *fields: str) -> None:
+    def fill_broken(parts: list[RolloutGroup], *fields: TokenField) -> None:
         fill(parts, *fields)
-        if field in fields:
+        if TOKEN_FIELDS[field] in fields:
             getattr(groups[2].rollouts[0], field)[0] = INF
 
-    monkeypatch.setattr(trainer.learner, "fill_logprobs", fill_broken)
+    monkeypatch.setattr(trainer.learner, "fill_fields", fill_broken)
     before = weights(trainer)
     metrics = trainer.update(groups)
     passes = settings.get("num_iterations", 1)
@@ -251,6 +251,7 @@ def test_looking_at_a_micro_batch_does_not_wait_for_the_device(
     trained = int(batch.loss_mask.sum())
     with FakeTensorMode() as mode:  # which has no values: reading one raises
         fakes = {name: mode.from_tensor(v) for name, v in vars(batch).items() if torch.is_tensor(v)}
+        fakes["fields"] = {name: mode.from_tensor(values) for name, values in batch.fields.items()}
         Flags().check_batch(replace(batch, **fakes), torch.empty(trained), torch.empty(()))
 
 

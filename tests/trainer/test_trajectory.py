@@ -20,7 +20,7 @@ from lowmem_grpo.losses.loss_types import LOSS_TYPES
 from lowmem_grpo.losses.objective import StepTotals
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import Rollout, RolloutGroup, Split, Turn
+from lowmem_grpo.types import TOKEN_FIELDS, Rollout, RolloutGroup, Split, Turn
 
 PROMPT = [5, 6, 7]
 IDS = [10, 11, 20, 21, 12, 13, 14, 22, 15, 16]  # two tokens drawn, two of context, three, one of context, two
@@ -188,7 +188,7 @@ def test_recomputed_values_come_back_to_their_tokens_and_are_0_at_context(
     model: peft.PeftModel, policy: Policy
 ) -> None:
     made = group()
-    learner(policy).fill_logprobs([made], "old_logprobs", "entropy")
+    learner(policy).fill_fields([made], TOKEN_FIELDS["old_logprobs"], TOKEN_FIELDS["entropy"])
     with torch.no_grad():
         expected = torch.cat([drawn(model, *one) for one in SEQUENCES])
     found, mask = made.rollouts[0].old_logprobs, torch.tensor(TRAINED)

@@ -19,7 +19,7 @@ from lowmem_grpo.trainer.preflight.checks import before_training
 from lowmem_grpo.trainer.preflight.resources import how_long
 from lowmem_grpo.trainer.preflight.subject import Subject
 from lowmem_grpo.trainer.run_memory import PlannedTime, plan_run, settings_of, workload_of
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import TOKEN_FIELDS, Rollout, RolloutGroup
 
 CONFIG = named_config("qwen2.5-3b")
 
@@ -69,7 +69,8 @@ def test_sampling_passes_before_training_and_more_updates_are_each_planned_for()
     sampled, plain = planned().metrics(groups, groups[:1]), planned().metrics(groups[:1], groups[:1])
     assert sampled["time/planned_train_s"] == plain["time/planned_train_s"]
     assert sampled["time/planned_generate_s"] > plain["time/planned_generate_s"]
-    before = [(), ("ref_logprobs",), ("old_logprobs", "entropy", "ref_logprobs")]
+    names = [(), ("ref_logprobs",), ("old_logprobs", "entropy", "ref_logprobs")]
+    before = [[TOKEN_FIELDS[name] for name in some] for some in names]
     none, one, two = (planned().metrics(groups, groups, fields=fields)["time/planned_train_s"] for fields in before)
     assert none < one < two and two - one == pytest.approx(one - none)
     assert planned().metrics(groups, groups, 2, 2)["time/planned_train_s"] == pytest.approx(2 * none)
