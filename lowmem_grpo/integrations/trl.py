@@ -13,13 +13,12 @@ import torch
 import trl
 from packaging.specifiers import SpecifierSet
 from peft import PeftModel
-from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from trl.extras.profiling import profiling_decorator
 
 from lowmem_grpo.kernels import linear_logprobs
-from lowmem_grpo.models.policy import logit_shape
+from lowmem_grpo.models.policy import check_linear, logit_shape
 
 TRL = ">=1.16,<1.17"  # versions whose overridden method and its callers were checked
 OVERRIDDEN = "_get_per_token_logps_and_entropies"
@@ -84,7 +83,7 @@ class LogprobsWithoutLogits:
         base = base_of(self.accelerator.unwrap_model(model, keep_torch_compile=False))
         with self.accelerator.autocast():
             hidden = base.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        head = linear_of(base.get_output_embeddings())
+        head = base.get_output_embeddings()  # with modules_to_save, its weight is that of the active adapter
         device, dtype = head.weight.device, head.weight.dtype
         mask = attention_mask[:, -length:].to(device).bool()
         before = hidden.last_hidden_state[:, -length - 1 : -1].to(device)  # the places that predict the last C tokens
@@ -99,18 +98,6 @@ class LogprobsWithoutLogits:
 
 def base_of(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def linear_of(head: Any) -> nn.Linear:
-    """Return the active output head, which with modules_to_save is the adapter's own head if the adapter is on.
-    ValueError if it is not a plain torch.nn.Linear."""
-    if isinstance(head, ModulesToSaveWrapper):
-        off = head.disable_adapters or not head.active_adapters
-        head = head.original_module if off else head.modules_to_save[head.active_adapters[0]]
-    if type(head) is not nn.Linear:
-        raise ValueError(f"the output head is a {type(head).__name__}; a plain torch.nn.Linear is needed, frozen or "
-                         "trained. Leave lm_head out of target_modules, trainable tokens and quantization")
-    return head
 
 
 def refused(trainer: Any) -> Iterator[str]:
@@ -147,6 +134,6 @@ def refused_adapters(adapters: dict[str, Any]) -> Iterator[str]:
 
 def refused_head(base: Any) -> Iterator[str]:
     try:
-        linear_of(base.get_output_embeddings())
+        check_linear(base.get_output_embeddings())
     except ValueError as error:
         yield str(error)

@@ -52,10 +52,12 @@ class RunSettings:
     reward_host_bytes: int = 0  # all reward models, on the host between steps
     ranks: int = 1  # processes of the run, each with its own card; all other settings are per process
     trained: int | None = None  # weights of the adapter; None: those of `lora_rank` on all linears
+    trained_bytes: int | None = None  # their size, and that of their gradients; None: in float32
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        **dict.fromkeys(("context", "num_generations", "lora_rank", "trained", "max_tokens", "chunk_rows", "kv_bytes",
-                         "sequences", "completions_per_step", "longest_completion", "head_groups", "ranks"), COUNT),
+        **dict.fromkeys(("context", "num_generations", "lora_rank", "trained", "trained_bytes", "max_tokens",
+                         "kv_bytes", "chunk_rows", "sequences", "completions_per_step", "longest_completion",
+                         "head_groups", "ranks"), COUNT),
         "mlp_tile": at_least(0), "kept_layers": at_least(0), "spread": ZERO_OR_MORE,
         **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes"), ZERO_OR_MORE), "engine": one_of(*ENGINES),
         "checkpointing": one_of(*CHECKPOINTING), "sampling_weights": one_of(*SAMPLING_WEIGHTS),

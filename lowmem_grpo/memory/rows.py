@@ -73,8 +73,7 @@ def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
 
 def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     """Return the rows of components that are present throughout a phase: weights, embeddings, adapters, optimizer."""
-    table, trained = shape.table_bytes, trained_numbers(shape, settings)
-    weights, adapters = shape.weight_bytes(settings.form), ADAPTER_BYTES * trained
+    table, weights, adapters = shape.table_bytes, shape.weight_bytes(settings.form), trained_bytes(shape, settings)
     on_device = 0 if settings.host_embedding else shape.host_bytes()
     states, paged = state_bytes(shape, settings)
     table_note = "the head is the same table" if shape.tied else "16 bits"
@@ -96,6 +95,11 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
 
 def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
     return shape.lora_weights(settings.lora_rank) if settings.trained is None else settings.trained
+
+
+def trained_bytes(shape: ModelShape, settings: RunSettings) -> int:
+    """Return the bytes of what is trained, which are also those of its gradients."""
+    return settings.trained_bytes or ADAPTER_BYTES * trained_numbers(shape, settings)
 
 
 def state_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
@@ -182,7 +186,7 @@ def host_row(shape: ModelShape, settings: RunSettings) -> PlanRow:
     inputs = max(step.host() for step in step_shapes(shape, settings))
     names = {"embedding": shape.host_bytes() if settings.host_embedding else 0,
              "optimizer": state_bytes(shape, settings)[1],
-             "the reference adapter": settings.keeps_reference * ADAPTER_BYTES * trained_numbers(shape, settings),
+             "the reference adapter": settings.keeps_reference * trained_bytes(shape, settings),
              "reward models": settings.reward_host_bytes}
     held = ["layer inputs in pinned memory", *(name for name, size in names.items() if size)]
     return PlanRow("host buffers", host=inputs + sum(names.values()), note=", ".join(held))

@@ -19,7 +19,7 @@ from lowmem_grpo.memory.cards import cache_itemsize
 from lowmem_grpo.memory.layer_forms import BITS_16, DECODE_INSTRUCTIONS, FP8, NF4, Linear, block_outputs
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, PROMPTS, MemoryPlan, RunSettings, Workload
-from lowmem_grpo.memory.rows import ADAPTER_BYTES, PAGED, recorded, trained_numbers
+from lowmem_grpo.memory.rows import PAGED, recorded, trained_bytes, trained_numbers
 
 # Achieved rate per unit of the data sheet; assumptions, as no committed row measures them.
 GEMM = 0.80e12  # per TFLOP/s, for large matrices in bf16
@@ -341,7 +341,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
     passes = step.passes()
     forward, backward = map(max, passes.values())
     sampling, training = (CALIBRATION.get(card, {}).get(phase, 1.0) for phase in ("generate", "train"))
-    gradients = ADAPTER_BYTES * trained_numbers(shape, settings)
+    gradients = trained_bytes(shape, settings)
     seconds = {
         "prefill": sampling * step.prefill(), "decode": sampling * step.decode(),
         "forward": training * (work.iterations + work.forward_only) * forward,

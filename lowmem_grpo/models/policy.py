@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from peft import PeftModel
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +25,7 @@ from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.delta_net import use_delta_nets
 from lowmem_grpo.models.packed_attention import FirstKeys, PackedLayout
 from lowmem_grpo.models.routes import RouteRecorder, follow_routes, replay_of
+from lowmem_grpo.models.trained_set import TrainedSet
 from lowmem_grpo.types import MicroBatch
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # the first that a config has is used
@@ -31,31 +33,35 @@ HEAD_ROWS = 4096  # rows of the head in memory at a time in `logits_of`
 KNOWN = f"Take a model of a family that can be packed: {trained()}"
 
 
-@dataclass(frozen=True)
-class OutputHead:
-    """The frozen output head, and the scale and soft cap that the model's config applies to its logits."""
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A linear layer (V, D) on the last hidden states, frozen or trained, and the scale and soft cap that the model's
+    config applies to its logits. A head that gives a number has V = 1."""
 
-    weight: Tensor  # (V, D)
-    bias: Tensor | None  # (V,)
-    logit_scale: float
-    softcap: float | None
+    linear: nn.Linear  # or PEFT's wrapper of one that it trains
+    logit_scale: float = 1.0
+    softcap: float | None = None
 
-    @classmethod
-    def from_model(cls, model: PreTrainedModel) -> "OutputHead":
-        """Return a model's head; ValueError unless it is a plain linear layer."""
-        linear = model.get_output_embeddings()
-        if type(linear) is not nn.Linear:
-            raise ValueError(f"the output head is a {type(linear).__name__}; a plain, frozen torch.nn.Linear is "
-                             "needed. Leave lm_head out of target_modules and modules_to_save, and out of quantization")
-        bias = None if linear.bias is None else linear.bias.detach()
-        return cls(linear.weight.detach(), bias, **logit_shape(model.config))
+    def __post_init__(self) -> None:
+        check_linear(self.linear)
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight (V, D) of the active adapter, if it trains one, or of the base."""
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:  # (V,)
+        return self.linear.bias
+
+    @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits (N, V) for hidden states (N, D)."""
-        rows = matmul_fp32(hidden.to(self.weight.dtype), self.weight.T)
-        if self.bias is None and self.logit_scale == 1.0 and not self.softcap:
+        """Return fp32 logits (N, V) for hidden states (N, D), without a gradient."""
+        weight, bias = self.weight, self.bias
+        rows = matmul_fp32(hidden.to(weight.dtype), weight.T)
+        if bias is None and self.logit_scale == 1.0 and not self.softcap:
             return rows
-        return LogitShape(scale=self.logit_scale, softcap=self.softcap).apply_(rows, self.bias)
+        return LogitShape(scale=self.logit_scale, softcap=self.softcap).apply_(rows, bias)
 
     def logits_of(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
         """Return the logits (E,) of `tokens` (E,) at rows `places` (E,) of `hidden` (N, D); recomputed in backward."""
@@ -66,10 +72,18 @@ class OutputHead:
     def block_logits(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logits = (hidden[places].to(wide) * self.weight[tokens].to(wide)).sum(-1)
-        if self.bias is not None:
-            logits = logits + self.bias[tokens]
+        if (bias := self.bias) is not None:
+            logits = logits + bias[tokens]
         logits = logits * self.logit_scale
         return logits if not self.softcap else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def check_linear(head: Any) -> None:
+    """Raise ValueError unless an output head is a plain torch.nn.Linear, or PEFT's wrapper of one (modules_to_save)."""
+    kind = type(head.original_module if isinstance(head, ModulesToSaveWrapper) else head)
+    if kind is not nn.Linear:
+        raise ValueError(f"the output head is a {kind.__name__}; a plain torch.nn.Linear is needed, frozen or trained. "
+                         "Leave lm_head out of target_modules, trainable tokens and quantization")
 
 
 def logit_shape(config: Any) -> dict[str, Any]:
@@ -131,12 +145,12 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class Policy:
-    """A causal language model with a frozen head (under PEFT, or bare) that computes on packed micro-batches.
-    `autocast_dtype` is the dtype of mixed precision; None computes in the model's own dtype. `logits_chunk` is the
-    number of tokens whose logits are in memory at a time; None chooses it by the device's memory."""
+    """A causal language model (under PEFT, or bare) that computes on packed micro-batches. `autocast_dtype` is the
+    dtype of mixed precision; None computes in the model's own dtype. `logits_chunk` is the number of tokens whose
+    logits are in memory at a time; None chooses it by the device's memory. `head` replaces the model's own head."""
 
     def __init__(self, model: PeftModel | PreTrainedModel, autocast_dtype: torch.dtype | None = None,
-                 logits_chunk: int | None = None) -> None:
+                 logits_chunk: int | None = None, head: Head | None = None) -> None:
         self.model = model
         self.logits_chunk = logits_chunk
         base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -145,28 +159,31 @@ class Policy:
         if row is None and not getattr(base, "_supports_attention_backend", False):
             raise ValueError(f"{type(base).__name__} does not take its attention from transformers' registry, so "
                              f"packed sequences would see each other. {KNOWN}")
-        check_dtype(base.config, base.get_input_embeddings().weight.dtype, autocast_dtype)
+        self.dtype: torch.dtype = base.get_input_embeddings().weight.dtype
+        check_dtype(base.config, self.dtype, autocast_dtype)
         use_delta_nets(base)
         if base.config.get_text_config()._attn_implementation != attention.NAME:
             base.set_attn_implementation(attention.NAME)
         self.backbone = getattr(base, base.base_model_prefix)
-        self.head = OutputHead.from_model(base)
+        self.head = head or Head(base.get_output_embeddings(), **logit_shape(base.config))
         self.autocast_dtype = autocast_dtype
         self.head_groups = 1  # parts in which attention's backward pass takes the heads; a memory plan may set more
         self.dropped: bool | None = None  # whether the last checkpointed pass had dropout
         self.lends_keys = row is not None and row.unlike_layers  # whether layers share keys and values
         self.host_embeddings = on_host(base)
+        self.device: torch.device = next(weight.device for weight in base.parameters() if not any(
+            weight is table.weight for table in self.host_embeddings))
         self.routed_places = follow_routes(base)  # indices of the layers with experts, which take routes
         self.reference_adapter: dict[str, Tensor] | None = None  # on the host; see `keep_reference`
         self.route_counts: Tensor | None = None  # (2,) recorded routes that the live router would not choose, and all
 
     @property
-    def device(self) -> torch.device:
-        return self.head.weight.device
+    def trained(self) -> TrainedSet:
+        return TrainedSet.of(self.model)
 
     @property
     def trainable(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return self.trained.parameters
 
     @property
     def routed_layers(self) -> int:
@@ -264,27 +281,23 @@ class Policy:
 
     def is_trained(self) -> bool:
         """Return whether the adapter has been trained: in a fresh one all `lora_B` factors are 0."""
-        return any(bool(factor.any()) for name, factor in self.model.named_parameters() if "lora_B" in name)
-
-    def live_adapter(self) -> dict[str, Tensor]:
-        """Return {name: parameter} of the adapter, detached but not copied."""
-        return {name: factor.detach() for name, factor in self.model.named_parameters() if factor.requires_grad}
+        return any(not torch.equal(weight.parameter, weight.without_effect) for weight in self.trained)
 
     def keep_reference(self, moves: bool = False) -> None:
         """Copy the current adapter to the host as the reference. If the adapter is untrained and the reference never
         `moves`, the base model is the reference and nothing is copied."""
-        own = self.live_adapter() if moves or self.is_trained() else {}
-        self.reference_adapter = {name: factor.to("cpu", copy=True) for name, factor in own.items()}
+        own = self.trained.values() if moves or self.is_trained() else {}
+        self.reference_adapter = {name: value.to("cpu", copy=True) for name, value in own.items()}
 
     @torch.no_grad()
     def move_reference(self, share: float) -> None:
         """Set each weight of the reference adapter to share * policy + (1 - share) * reference. If the reference is the
-        base model, its adapter starts as the policy's with `lora_B` factors of 0."""
-        own = {name: factor.cpu() for name, factor in self.live_adapter().items()}
-        base = {name: torch.zeros_like(factor) if "lora_B" in name else factor.clone() for name, factor in own.items()}
-        self.reference_adapter = self.reference_adapter or base
+        base model, its adapter starts as one without effect."""
+        own = self.trained.values()
+        self.reference_adapter = self.reference_adapter or {
+            weight.name: weight.without_effect.to("cpu", copy=True) for weight in self.trained}
         for name, kept in self.reference_adapter.items():
-            kept.mul_(1 - share).add_(own[name], alpha=share)
+            kept.mul_(1 - share).add_(own[name].cpu(), alpha=share)
 
     @contextmanager
     def reference(self) -> Iterator[None]:

@@ -91,7 +91,7 @@ class ParityGate:
         self.policy, self.temperature, self.every = policy, params.temperature, every
         self.truncates = params.truncates
         self.cache_dtype, self.correction, self.advised = cache_dtype, correction, not in_8_bits(cache_dtype)
-        self.dtype, self.engine = policy.autocast_dtype or policy.head.weight.dtype, engine
+        self.dtype, self.engine = policy.autocast_dtype or policy.dtype, engine
         self.bound = BOUNDS_8_BITS.get(cache_dtype, BOUNDS[self.dtype]) if bound is None else bound
         self.of_rounding = OF_ROUNDING_8_BITS.get(cache_dtype, OF_ROUNDING) if bound is None else 0.0
         self.told = False  # whether a difference within rounding was logged

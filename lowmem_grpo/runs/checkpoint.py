@@ -140,12 +140,13 @@ def load_weights(folder: Path, model: PeftModel) -> None:
         tensor.copy_(adapter[name])
 
 
-def load_reference(folder: Path, model: PeftModel) -> dict[str, Tensor]:
-    """Return the reference adapter of the saved run's KL term; empty if the reference was the base model."""
+def load_reference(folder: Path, held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the reference adapter of the saved run's KL term; empty if the reference was the base model. `held` is the
+    adapter in the model."""
     if not (folder / REFERENCE_FILE).is_file():
         return {}
     kept = load_tensors(folder / REFERENCE_FILE)
-    check_adapter(folder, kept, {name: p for name, p in model.named_parameters() if p.requires_grad})
+    check_adapter(folder, kept, held)
     return kept
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import ParamsT
 from transformers import get_scheduler
 
 from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.models.trained_set import TrainedSet
 
 WITHOUT_OPTIONS = ("linear", "constant", "constant_with_warmup")
 ALIGNED = 64  # bytes: any dtype may begin there
@@ -20,7 +22,7 @@ PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter
 
 
 def own_or_made(
-    optimizers: Any, parameters: list[nn.Parameter], config: TrainSettings, total_steps: int
+    optimizers: Any, trained: TrainedSet, config: TrainSettings, total_steps: int
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """Return the user's optimizer and schedule, or new ones from the settings. TypeError or ValueError if unusable."""
     if optimizers is None:
@@ -41,10 +43,10 @@ def own_or_made(
         raise ValueError("the schedule in optimizers is of another optimizer than the one beside it")
     if optimizer is not None:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not any(id(parameter) in held for parameter in parameters):
+        if not any(id(parameter) in held for parameter in trained.parameters):
             raise ValueError("the optimizer in optimizers holds no parameter of the adapter; make it after "
                              "get_peft_model, of [p for p in model.parameters() if p.requires_grad]")
-    made = make_optimizer(parameters, config) if optimizer is None else optimizer
+    made = make_optimizer(trained.groups(), config) if optimizer is None else optimizer
     return made, scheduler or make_scheduler(made, config, total_steps)
 
 
@@ -54,8 +56,8 @@ def needed_to_step(part: Any) -> list[str]:
     return [part.name for part in taken if part.default is part.empty and part.kind is part.POSITIONAL_OR_KEYWORD]
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainSettings) -> torch.optim.Optimizer:
-    """Return AdamW with 32-bit states, or with 8-bit (and paged) states through bitsandbytes."""
+def make_optimizer(parameters: ParamsT, config: TrainSettings) -> torch.optim.Optimizer:
+    """Return AdamW for parameters, or groups of them, with 32-bit or 8-bit (and paged) states (bitsandbytes)."""
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2),
                                 "eps": config.adam_epsilon, "weight_decay": config.weight_decay}
     if config.optim == "adamw_torch":

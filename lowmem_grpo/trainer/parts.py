@@ -116,8 +116,8 @@ def make_parts(
         state.is_world_process_zero, state.is_local_process_zero = False, not processes.place.local
     run_dir = Path(args.home, args.output_dir).absolute()  # a reward or a notebook may change the working directory
     records = RunRecords(run_dir) if processes.leads else NoRecords(run_dir)
-    optimizer, scheduler = own_or_made(optimizers, policy.trainable, args, state.max_steps)
-    fp16 = torch.float16 in (policy.autocast_dtype, policy.head.weight.dtype)
+    optimizer, scheduler = own_or_made(optimizers, policy.trained, args, state.max_steps)
+    fp16 = torch.float16 in (policy.autocast_dtype, policy.dtype)
     offload = trained.model.loaded.offload and policy.base.is_gradient_checkpointing
     learner = Learner(policy, args, objective, optimizer, scheduler, offload=offload, fp16=fp16, bound=memory.train,
                       guard=Guard(args.nonfinite_steps, state, records), ranks=processes)
@@ -148,7 +148,7 @@ def make_policy_parts(
                                 reward_models)
     objective = objective_class(config, exact=not policy.drops)
     parts = make_parts(trained, config, source, objective, memory, peaks, optimizers)
-    objective.mismatch.bound = k3_bound(policy.autocast_dtype or policy.head.weight.dtype)
+    objective.mismatch.bound = k3_bound(policy.autocast_dtype or policy.dtype)
     cache_dtype = getattr(engine, "cache_dtype", AUTO)
     parity = ParityGate(policy, config.sampling(None), config.parity_steps, config.parity_bound, state=parts.state,
                         stride=config.steps_per_rollout, memory=memory.train, mismatch=objective.mismatch,

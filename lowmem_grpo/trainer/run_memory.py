@@ -25,6 +25,7 @@ from lowmem_grpo.memory.time_plan import TimePlan, plan_time
 from lowmem_grpo.models.fp8_layers import fp8_linears
 from lowmem_grpo.models.lean_modules import MLP_TILE, LeanMLP
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.trained_set import TrainedSet
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.types import RolloutGroup, TokenField
 from lowmem_grpo.utils import size_text
@@ -35,13 +36,14 @@ logger = logging.getLogger(__name__)
 def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, context: int) -> RunSettings:
     """Return the planner's settings for a run, from the values in effect."""
     base: Any = model.get_base_model()
+    trained = TrainedSet.of(model).parameters
     tiled, checkpointing = bool(tiled_mlps(base)), bool(base.is_gradient_checkpointing)
     vocabulary = base.config.get_text_config().vocab_size
     lora = vars(model.peft_config[model.active_adapter])
     return RunSettings(
         context=context, num_generations=config.completions_per_prompt,
         lora_rank=max(int(lora["r"]), *(lora.get("rank_pattern") or {}).values(), 0),
-        trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) or None,
+        trained=sum(p.numel() for p in trained) or None, trained_bytes=sum(p.nbytes for p in trained) or None,
         load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
         checkpointing=checkpointing and (may_keep(model, config) or ("offload" if model.loaded.offload else True)),
         engine=VLLM if engine == VLLM else TRANSFORMERS,  # an engine of the user is planned like our own
@@ -157,7 +159,7 @@ def plan_training(
             shape, layers = policy.base.config.get_text_config(), model.loaded.kept_layers
             pages.check_host_room(pages.host_bytes_needed(
                 shape.num_hidden_layers - layers, run_plan.settings.max_tokens or run_plan.settings.context,
-                shape.hidden_size, policy.head.weight.dtype))
+                shape.hidden_size, policy.dtype))
     return run_plan
 
 

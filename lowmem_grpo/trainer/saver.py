@@ -179,7 +179,7 @@ class Saver:
         """Restore the KL reference if the saved run had one; without a file in the checkpoint, it is the base model."""
         policy = self.learner.policy
         if policy.reference_adapter is not None and saved.get("keeps_reference", True):
-            policy.reference_adapter = checkpoint.load_reference(folder, self.model)
+            policy.reference_adapter = checkpoint.load_reference(folder, policy.trained.values())
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore what `snapshot` saved, and warn of settings that differ from those of the saved run."""

@@ -82,7 +82,7 @@ def test_soft_capped_attention_is_refused_not_ignored() -> None:
 def test_a_trainable_or_wrapped_head_is_refused() -> None:
     model = random_model("Llama")
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(ValueError, match="the output head is a Sequential; a plain, frozen"):
+    with pytest.raises(ValueError, match="output head is a Sequential"):
         Policy(with_adapter(model))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowmem_grpo.models.policy import OutputHead
+from lowmem_grpo.models.policy import Head
 
 
 @pytest.mark.parametrize("block", [3, 4096])
@@ -13,11 +13,13 @@ def test_logits_and_gradients_are_those_of_the_whole_head(
 ) -> None:
     monkeypatch.setattr("lowmem_grpo.models.policy.HEAD_ROWS", block)
     torch.manual_seed(0)
-    weight = torch.randn(63, 16, dtype=torch.float64)
+    linear = torch.nn.Linear(16, 63, bias, dtype=torch.float64)
+    for parameter in linear.parameters():
+        torch.nn.init.normal_(parameter)
     hidden = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
-    head = OutputHead(weight, torch.randn(63, dtype=torch.float64) if bias else None, scale, softcap)
+    head = Head(linear, scale, softcap)
     places, tokens = torch.tensor([0, 0, 2, 4, 4, 4, 1]), torch.tensor([3, 62, 0, 7, 7, 1, 30])
-    whole = hidden @ weight.T + (0.0 if head.bias is None else head.bias)
+    whole = hidden @ head.weight.T + (0.0 if head.bias is None else head.bias)
     whole = whole * scale if softcap is None else softcap * torch.tanh(whole * scale / softcap)
     expected = whole[places, tokens]
     found = head.logits_of(hidden, places, tokens)

@@ -243,7 +243,7 @@ def test_no_healthy_sample_of_a_noisy_model_stops_a_run(tokenizer: Any) -> None:
 
 def sampled_wrongly(policy: Policy, group: RolloutGroup, fault: str) -> None:
     """Give a group the log-probabilities that plain transformers computes with a fault."""
-    plain, prompt, temperature = noisy_model(policy.head.weight.dtype), list(group.prompt_ids), 1.0
+    plain, prompt, temperature = noisy_model(policy.dtype), list(group.prompt_ids), 1.0
     if fault != "no adapter":
         plain = scatter(with_adapter(plain), 0.2, seed=2 if fault == "another adapter" else 1)
     if fault == "padding is seen":

@@ -50,7 +50,7 @@ class VLLMEngine:
         """
         process_state.check_alone()
         settings = settings or EngineSettings()
-        check_family(policy.base.config, policy.head.weight.dtype, policy.device)
+        check_family(policy.base.config, policy.dtype, policy.device)
         self.policy, self.tokenizer, self.max_seq_length = policy, tokenizer, max_seq_length
         self.on_card = self.sleeps = vllm_settings.on_card(policy)
         free(policy.device)

@@ -98,13 +98,13 @@ class Capacity:
 
 def kv_bytes_of(policy: Policy, tokens: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
     """Return the cache bytes of one sequence of `tokens` tokens, as if no layer had a sliding window."""
-    itemsize = cache_itemsize(cache_dtype, policy.head.weight.dtype.itemsize)
+    itemsize = cache_itemsize(cache_dtype, policy.dtype.itemsize)
     return ModelShape.from_config(policy.base.config).paged_bytes(tokens, block, itemsize)
 
 
 def least_kv_bytes(policy: Policy, max_seq_length: int, block: int = BLOCK, cache_dtype: str = AUTO) -> int:
     """Return the bytes of the smallest cache: one sequence of `max_seq_length`, and the block that vLLM never uses."""
-    itemsize = cache_itemsize(cache_dtype, policy.head.weight.dtype.itemsize)
+    itemsize = cache_itemsize(cache_dtype, policy.dtype.itemsize)
     whole = ModelShape.from_config(policy.base.config).paged_block(block, itemsize)
     blocks = -(-max_seq_length // whole) + 1
     return kv_bytes_of(policy, blocks * whole, block, cache_dtype)
@@ -182,7 +182,7 @@ def wide_bytes(policy: Policy) -> int:
     """Return the bytes of a model's 4-bit and FP8 weights once dequantized to its compute dtype; 0 if it has none."""
     weights = [weight for _, weight in policy.base.named_parameters() if hasattr(weight, "quant_state")]
     shapes = [w.quant_state.shape for w in weights] + [layer.weight.shape for layer in fp8_linears(policy.base)]
-    return sum(map(aligned, shapes)) * policy.head.weight.dtype.itemsize
+    return sum(map(aligned, shapes)) * policy.dtype.itemsize
 
 
 def check_four_bit(asked: str | None, quantized: bool) -> None:
@@ -227,7 +227,7 @@ def llm_options(capacity: Capacity, name: str, eager: bool, sleeps: bool, routes
     # vLLM caches the states of gated delta nets only with chunked prefill (see `device_options`)
     has_states = family is not None and bool(family.delta_net)
     return {
-        "quantization": name, "load_format": name, "dtype": policy.head.weight.dtype, "model_impl": "vllm",
+        "quantization": name, "load_format": name, "dtype": policy.dtype, "model_impl": "vllm",
         "max_model_len": context, "max_num_seqs": capacity.seqs, "kv_cache_memory_bytes": capacity.cache,
         "enforce_eager": eager, "compilation_config": None if eager else GRAPHS, "enable_sleep_mode": sleeps,
         "enable_prefix_caching": not has_states, "logprobs_mode": "processed_logprobs",

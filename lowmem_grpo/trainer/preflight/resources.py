@@ -86,7 +86,7 @@ def over_plan(subject: Subject) -> Iterator[Finding]:
 
 def emulated_dtype(subject: Subject) -> Iterator[Finding]:
     """Find a run that computes in bfloat16 on a GPU that only emulates bfloat16."""
-    dtypes = (subject.policy.autocast_dtype, subject.policy.head.weight.dtype)
+    dtypes = (subject.policy.autocast_dtype, subject.policy.dtype)
     if subject.policy.device.type == "cuda" and torch.bfloat16 in dtypes and not is_bfloat16_supported():
         yield Finding("warning", "", "the run computes in bfloat16, which this card only emulates", "load the model "
                       "with dtype=None or torch.float16, which is trained with a loss scale")

@@ -130,7 +130,7 @@ def test_one_buffer_holds_all_weights_of_2_bytes_each_and_is_freed_and_filled_ag
         del x, narrow
         assert before == made.live
         borrowing.close()
-        assert before - made.live >= numbers * policy.head.weight.dtype.itemsize
+        assert before - made.live >= numbers * policy.dtype.itemsize
 
 
 # where it lies on a card
@@ -224,7 +224,7 @@ def test_a_pool_that_cannot_be_used_leaves_the_4_bit_kernels_and_says_so(
 
 def on_card(policy: Policy) -> Any:
     """The same policy, as if it were on a card."""
-    return SimpleNamespace(base=policy.base, head=policy.head, device=torch.device("cuda"))
+    return SimpleNamespace(base=policy.base, dtype=policy.dtype, device=torch.device("cuda"))
 
 
 def chosen(asked: str | None, policy: Any, kv_bytes: int, sequences: int = 8, given: bool = False) -> tuple[str, int]:

@@ -175,7 +175,7 @@ def little_host_memory(make: Any, tokenizer: Any, patch: Any) -> Any:
 def nothing_shared(make: Any, tokenizer: Any, patch: Any) -> Any:
     trainer = make(optim="paged_adamw_8bit")
     patch.setattr(room, "has_managed_memory", lambda index: False)
-    patch.setattr(type(trainer.policy), "device", torch.device("cuda"))
+    patch.setattr(trainer.policy, "device", torch.device("cuda"))
     return trainer
 
 
@@ -189,7 +189,7 @@ def with_cache(trainer: Any, kind: str) -> Any:
 def emulated(make: Any, tokenizer: Any, patch: Any) -> Any:
     trainer = make()
     patch.setattr(room, "is_bfloat16_supported", lambda: False)
-    patch.setattr(type(trainer.policy), "device", torch.device("cuda"))
+    patch.setattr(trainer.policy, "device", torch.device("cuda"))
     trainer.policy.autocast_dtype = torch.bfloat16
     return trainer
 
