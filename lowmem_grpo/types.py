@@ -97,6 +97,7 @@ class Rollout:
     entropy: Tensor | None = None  # (C,) at the start of the update; None if the loss does not need it
     policy_mask: Tensor | None = None  # (C,) bool, tokens whose policy term counts; None for all
     routes: Any = None  # as in `Turn`, for a single completion; in an episode each turn has its routes
+    unit: int | None = None  # a loss that couples rollouts of a group, as a pair's, gives them the same unit
     fields: dict[str, Any] = field(default_factory=dict)  # by name, those of TOKEN_FIELDS that are not attributes
 
     @property
@@ -224,6 +225,7 @@ class MicroBatch:
     loss_mask: Tensor  # (T,) bool, tokens that the policy sampled
     trained: Tensor  # (N,) int64, indices where loss_mask is True; computed on the host to avoid a GPU sync
     sequence_ids: Tensor  # (T,) int64, the rollout, 0 .. R - 1; the first one for a shared place
+    units: Tensor  # (R,) int64, the unit of each rollout, 0 .. U - 1; no unit is split between micro-batches
     fields: dict[str, Tensor]  # (T, ...) by name, those of TOKEN_FIELDS that the rollouts have
     rollouts: tuple[Rollout, ...] = ()  # the R packed completions, in order
     host_ids: Tensor | None = None  # (T,) int64, a copy of `input_ids` that stays on the host

@@ -63,6 +63,7 @@ class StepTotals:
     sequences: int
     tokens: float  # tokens that count in the loss
     policy_tokens: float  # those among them whose policy term counts
+    units: int = 0  # of sequences that share a micro-batch; without any, as many as there are sequences
 
 
 @dataclass

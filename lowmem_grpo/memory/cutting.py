@@ -25,7 +25,7 @@ SPREAD = 2.0  # used without a plan: many short completions of a long prompt nee
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a micro-batch; None is no limit. A completion that exceeds a limit gets its own micro-batch."""
+    """The limits of a micro-batch; None is no limit. A unit that exceeds a limit gets its own micro-batch."""
 
     tokens: int | None = None  # packed tokens
     sequences: int | None = None  # completions; an episode of several packed sequences counts as one
@@ -52,6 +52,7 @@ class Span:
     group: int  # the index of its group
     rollout: int  # its index in the group
     sequences: tuple[Lengths, ...]  # one, or those of an episode; empty if nothing is trained
+    unit: int | None = None  # completions of a group with the same unit share a micro-batch; None: a unit of its own
 
     @property
     def length(self) -> int:
@@ -68,12 +69,15 @@ def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[lis
 
 
 def cut_spans(groups: Iterable[Sequence[Span]], limits: Limits) -> list[list[Span]]:
-    """Return the micro-batches for groups of completions, in the order of `ordered`. No completion is split."""
-    batches: list[list[Span]] = []
+    """Return the micro-batches for groups of completions, in the order of `ordered`. No unit is split."""
+    units: dict[Hashable, list[Span]] = {}
     for span in ordered(groups):
-        if not batches or full([*batches[-1], span], limits):
+        units.setdefault((span.group, span.unit, span.unit is None and span.rollout), []).append(span)
+    batches: list[list[Span]] = []
+    for unit in units.values():
+        if not batches or full([*batches[-1], *unit], limits):
             batches.append([])
-        batches[-1].append(span)
+        batches[-1] += unit
     return batches
 
 

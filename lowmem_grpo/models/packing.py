@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -113,10 +113,10 @@ def pack(groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequ
          spread: float = SPREAD) -> list[MicroBatch]:
     """Pack every completion, group by group, longest first, into micro-batches. A micro-batch has at most `max_tokens`
     packed tokens, `max_sequences` completions, and `spread * max_tokens` tokens with those that attention pads or
-    copies. A completion above a limit gets its own micro-batch."""
+    copies. A unit of completions above a limit gets its own micro-batch."""
     whole = list(groups)
     spans = [
-        [Span(number, place, tuple(sequence.lengths for sequence in sequences))
+        [Span(number, place, tuple(sequence.lengths for sequence in sequences), group.rollouts[place].unit)
          for place, sequences in enumerate(sequences_of(group, group.rollouts))]
         for number, group in enumerate(whole)
     ]
@@ -189,6 +189,7 @@ def collate(completions: list[Completion]) -> MicroBatch:
         trained=loss_mask.nonzero()[:, 0],
         sequence_ids=torch.tensor([piece.rollout for piece in packed]).repeat_interleave(sizes),
         fields={name: aligned(packed, row) for name, row in TOKEN_FIELDS.items() if all_or_none(rollouts, row)},
+        units=torch.tensor(number_units(completions)),
         rollouts=tuple(rollouts),
         homes=find_homes(packed, rollouts),
         routes=routes, routed=routed,
@@ -250,6 +251,13 @@ def all_or_none(rollouts: list[Rollout], field: TokenField) -> bool:
     return all(present)
 
 
+def number_units(completions: Iterable[Completion]) -> list[int]:
+    """Return the unit of each completion, numbered from 0."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    return [numbers.setdefault((id(group), rollout.unit, rollout.unit is None and id(rollout)), len(numbers))
+            for group, rollout in completions]
+
+
 def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
     """Split values (N, ...) of all trained tokens, on the host, by rollout: (C, ...) each, with 0 at other tokens."""
     sizes = [len(rollout.completion_ids) for rollout in batch.rollouts]
@@ -272,14 +280,14 @@ class Packer:
             undo: Callable[[], None] | None = None, again: Callable[[], None] | None = None) -> T:
         """Return the result of `work` for all micro-batches of the groups; `what` names the work in messages. If memory
         runs out, `undo` reverts the attempt, the limit is lowered, `again` prepares the next attempt, and everything is
-        packed anew. MemoryExhaustedError if each micro-batch is already a single completion."""
+        packed anew. MemoryExhaustedError if each micro-batch is already a single unit."""
         while True:
             tokens = self.bound.under(limits.tokens)
             batches = pack(groups, tokens, limits.sequences, limits.spread)
             done = catch_oom(lambda held=batches: work(self.moved(held)), self.device, undo)  # type: ignore[misc]
             if not isinstance(done, OutOfMemory):
                 return done
-            divisible = [len(batch.input_ids) for batch in batches if len(batch.rollouts) > 1]
+            divisible = [len(batch.input_ids) for batch in batches if batch.units.max()]
             self.bound.lower(f"{what} of {self.size:,} tokens", done, smaller(tokens or self.size, divisible))
             if again is not None:
                 again()

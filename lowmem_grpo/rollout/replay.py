@@ -19,7 +19,7 @@ KINDS = (INTEGERS, INTEGERS, FLOATS)  # a turn's prompt, completion and log-prob
 OF_TURN = ("finish_reason", "text", "policy_version", "cached_tokens", "message", "replies", "reward", "state", "calls",
            "failures", "seconds", "exact")
 OF_ROLLOUT = ("finish_reason", "text", "policy_version", "trained", "splits", "turns", "ending", "opening", "reward",
-              "routes")  # fields that a kept rollout shares with the sampled one
+              "routes", "unit")  # fields that a kept rollout shares with the sampled one
 
 
 class ReplayBuffer:
@@ -109,7 +109,8 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
         "rollouts": [
             {"ids": pack(INTEGERS, rollout.completion_ids), "logprobs": pack(FLOATS, rollout.rollout_logprobs),
              "finish_reason": rollout.finish_reason, "text": rollout.text, "version": rollout.policy_version,
-             "rewards": rollout.rewards, "reward": rollout.reward, **pack_routes(rollout, group.prompt_ids),
+             "rewards": rollout.rewards, "reward": rollout.reward, "unit": rollout.unit,
+             **pack_routes(rollout, group.prompt_ids),
              "fields": {name: torch.as_tensor(value).tolist() for name, value in rollout.fields.items()},
              **pack_episode(rollout, group.prompt_ids)}
             for rollout in group.rollouts
@@ -122,7 +123,8 @@ def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
     for saved in packed["rollouts"]:
         rollout = Rollout(
             unpack(INTEGERS, saved["ids"]), unpack(FLOATS, saved["logprobs"]), saved["finish_reason"], saved["text"],
-            policy_version=saved["version"], rewards=saved["rewards"], reward=saved["reward"])
+            policy_version=saved["version"], rewards=saved["rewards"], reward=saved["reward"],
+            unit=saved.get("unit"))
         rollout.fields = {name: torch.tensor(values, dtype=getattr(torch, TOKEN_FIELDS[name].dtype))
                           for name, values in saved.get("fields", {}).items()}  # older checkpoints have none
         unpack_episode(rollout, prompt, saved)

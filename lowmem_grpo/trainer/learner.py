@@ -16,7 +16,7 @@ from lowmem_grpo.losses.objective import Objective, PolicyOutputs, StepTotals, p
 from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
-from lowmem_grpo.models.packing import Packer, unpack
+from lowmem_grpo.models.packing import Packer, number_units, unpack
 from lowmem_grpo.models.policy import Policy, in_mode
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.distributed import Ranks
@@ -155,8 +155,9 @@ class Learner:
 
     def totals(self, groups: list[RolloutGroup], num_tokens: float | None) -> StepTotals:
         tokens = self.num_tokens(groups) if num_tokens is None else num_tokens
-        sequences = sum(not rollout.failed for rollout in members(groups))
-        return StepTotals(sequences, tokens, sum(map(policy_tokens, members(self.counted_groups(groups)))))
+        complete = [(group, rollout) for group in groups for rollout in group.rollouts if not rollout.failed]
+        return StepTotals(len(complete), tokens, sum(map(policy_tokens, members(self.counted_groups(groups)))),
+                          len({*number_units(complete)}))
 
     def forward_backward(
         self, groups: list[RolloutGroup], num_tokens: float | None = None, begun: StepAccumulator | None = None

@@ -129,7 +129,7 @@ class OverlappedTraining:
         objective.start_update([], self.state.policy_version)
         self.policy.differing_routes()  # clears the counts of earlier passes
         sequences, tokens = len(self.prompts) * count, len(self.prompts) * count * self.longest
-        self.totals, self.conditions = StepTotals(sequences, tokens, tokens), objective.conditions
+        self.totals, self.conditions = StepTotals(sequences, tokens, tokens, sequences), objective.conditions
         return StepAccumulator(self.policy.device)
 
     def train_some(self) -> None:

@@ -1,5 +1,6 @@
 """The cut of a step into micro-batches: by lengths alone, within bounds, and as few as the bounds allow."""
 
+from collections import defaultdict
 from typing import Any
 
 from hypothesis import given, settings
@@ -78,3 +79,23 @@ def test_an_episode_stands_where_its_longest_sequence_belongs() -> None:
     long_and_short = Span(0, 0, (Lengths("a", 10, 9), Lengths("b", 10, 1)))
     between, other = Span(0, 1, (Lengths("a", 10, 5),)), Span(1, 0, (Lengths("a", 10, 7),))
     assert list(ordered([[between, long_and_short], [other]])) == [long_and_short, between, other]
+
+
+@settings(deadline=None, max_examples=100)
+@given(lengths=st.lists(st.lists(st.tuples(st.integers(1, 12), st.sampled_from([None, 0, 1])), max_size=6), max_size=5),
+       limits=LIMITS)
+def test_a_pair_stays_in_one_micro_batch_whatever_the_bounds(lengths: list[Any], limits: Limits) -> None:
+    real = [RolloutGroup({}, [1, 1, 1], [Rollout([1] * n, [0.0] * n, "stop", unit=unit) for n, unit in rollouts])
+            for rollouts in lengths]
+    batches = pack(real, limits.tokens, limits.sequences, limits.spread)
+    found, expected = defaultdict[Any, list[int]](list), defaultdict[Any, list[int]](list)
+    for number, batch in enumerate(batches):
+        for unit, one in zip(batch.units.tolist(), batch.rollouts, strict=True):
+            found[number, unit].append(id(one))
+    for number, group in enumerate(real):
+        for place, one in enumerate(group.rollouts):
+            expected[number, one.unit, one.unit is None and place].append(id(one))
+    assert sorted(map(sorted, found.values())) == sorted(map(sorted, expected.values()))
+    for batch in (batch for batch in batches if batch.units.max() > 0):
+        assert len(batch.rollouts) <= (limits.sequences or len(batch.rollouts))
+        assert len(batch.input_ids) <= (limits.tokens or len(batch.input_ids))

@@ -202,4 +202,4 @@ def test_the_tokens_of_highest_entropy_are_chosen_among_those_that_were_drawn(po
     own.prepare(made, 1)
     masks = [(one.policy_mask, torch.tensor(one.trained or [True] * 3)) for one in made[0].rollouts]
     assert sum(int(mask.sum()) for mask, _ in masks) == 5 and not any((mask & ~own).any() for mask, own in masks)
-    assert own.totals(made, None) == StepTotals(2, 10, 5)
+    assert own.totals(made, None) == StepTotals(2, 10, 5, 2)
