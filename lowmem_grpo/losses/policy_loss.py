@@ -4,7 +4,7 @@
     loss = sum_t weight_t (l_t + beta KL_t w_t) - entropy_coef * (mean entropy of the tokens that take part)
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,7 +62,11 @@ def grpo_loss(
     report = Report()
     report_clipping(kind, tokens, chosen, settings.level != "token", report)
     term_factors = list(factors(tokens, settings, rollout_logprobs, policy_mask, report))
-    per_token = weighed(lambda tokens: kind.token_loss(tokens, chosen), tokens, term_factors)
+    counting = nonzero(tokens, term_factors)
+    per_token = kind.token_loss(tokens if counting is None else tokens.only(counting), chosen)
+    for factor in term_factors:
+        per_token = per_token * factor
+    per_token = per_token if counting is None else torch.where(counting, per_token, 0.0)
     if settings.beta:
         per_token = per_token + settings.beta * kl_term(tokens, settings, ref_logprobs, report)
     step = StepCounts(given(num_sequences_in_step, (tokens.lengths > 0).sum()),
@@ -154,16 +158,12 @@ def factors(
             yield tokens.correction
 
 
-def weighed(token_loss: Callable[[LossTokens], Tensor], tokens: LossTokens, term_factors: list[Tensor]) -> Tensor:
-    """Return the policy term times its factors, (N,). If there are factors, a token gets 0 and no gradient where its
-    advantage or any factor is 0, even if its other values are infinite."""
+def nonzero(tokens: LossTokens, term_factors: list[Tensor]) -> Tensor | None:
+    """Return where (N,) neither the advantage nor a factor of the policy term is 0; None if there are no factors. Other
+    tokens get 0 and no gradient, even if their other values are infinite."""
     if not term_factors:
-        return token_loss(tokens)
-    kept = torch.stack([tokens.advantages != 0, *(factor != 0 for factor in term_factors)]).all(0)
-    per_token = token_loss(tokens.only(kept))
-    for factor in term_factors:
-        per_token = per_token * factor
-    return torch.where(kept, per_token, 0.0)
+        return None
+    return torch.stack([tokens.advantages != 0, *(factor != 0 for factor in term_factors)]).all(0)
 
 
 def kl_term(tokens: LossTokens, settings: LossSettings, ref_logprobs: Tensor | None, report: Report) -> Tensor:

@@ -15,6 +15,7 @@ start: bit for bit on the CPU, up to rounding on a GPU.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -284,7 +285,7 @@ class Packer:
         while True:
             tokens = self.bound.under(limits.tokens)
             batches = pack(groups, tokens, limits.sequences, limits.spread)
-            done = catch_oom(lambda held=batches: work(self.moved(held)), self.device, undo)  # type: ignore[misc]
+            done = catch_oom(partial(work, self.moved(batches)), self.device, undo)
             if not isinstance(done, OutOfMemory):
                 return done
             divisible = [len(batch.input_ids) for batch in batches if batch.units.max()]

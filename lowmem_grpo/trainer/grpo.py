@@ -124,13 +124,6 @@ class GRPOTrainer(TrlApi):
         """Sample and score the next prompts; return groups with rewards and advantages, selected by `Collector`."""
         return self.collector.collect()
 
-    def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        if self.overlap is None:
-            return super().update(groups, at_most)
-        with self.parts.clock.phase("train"), self.overlap.gradient(groups) as begun:
-            metrics = self.make_steps(groups, at_most, begun)
-        return metrics | self.overlap.metrics(begun, groups)
-
     def split_steps(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
         size = self.args.prompts_per_step
         return [groups[start : start + size] for start in range(0, len(groups), size)]

@@ -20,10 +20,10 @@ from lowmem_grpo.models.packing import Packer, number_units, unpack
 from lowmem_grpo.models.policy import Policy, in_mode
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.distributed import Ranks
-from lowmem_grpo.trainer.nonfinite import Flags, Guard, broken_gradients
+from lowmem_grpo.trainer.nonfinite import Guard, broken_gradients
 from lowmem_grpo.trainer.optim import OptimizerCopy, allocates_each_step, gradient_norms
 from lowmem_grpo.trainer.step_accumulator import Gradients, RandomStates, StepAccumulator, members
-from lowmem_grpo.types import LossOutput, MicroBatch, RolloutGroup, TokenField
+from lowmem_grpo.types import MicroBatch, RolloutGroup, TokenField
 
 
 class Learner:
@@ -181,9 +181,7 @@ class Learner:
                 self.prepare_again()
                 random.capture()
 
-        def work(batches: Iterator[MicroBatch]) -> StepAccumulator:
-            return self.accumulate(batches, totals, begun)
-
+        work = partial(self.accumulate, totals=totals, begun=begun)
         sums = self.packer.run("a training micro-batch", left, self.limits, work, undo, again)
         sums = sums.of_all_ranks(self.ranks, members(trained))
         metrics = sums.metrics(self.objective) | self.policy.differing_routes()
@@ -195,35 +193,33 @@ class Learner:
         return metrics | {"completions/trained": kept, "completions/total": total, "tokens/with_gradient": share}
 
     def accumulate(
-        self, batches: Iterator[MicroBatch], totals: StepTotals, begun: StepAccumulator | None = None
+        self, batches: Iterator[MicroBatch], totals: StepTotals, begun: StepAccumulator | None = None,
+        training: bool = True,
     ) -> StepAccumulator:
-        """Add the micro-batches' gradients to the adapter; return a copy of `begun` with their losses and metrics."""
+        """Return a copy of `begun` with the losses and metrics of the micro-batches, in train or evaluation mode. In
+        training, add their gradients to the adapter."""
         sums = StepAccumulator(self.policy.device) if begun is None else begun.copied()
         if not sums.count:
             self.policy.differing_routes()  # clears the counts of earlier passes
-        with in_mode(self.policy.model, True):
+        with in_mode(self.policy.model, training):
             for batch in batches:
-                self.add(batch, totals, sums)
+                self.add(batch, totals, sums, training)
         return sums
 
-    def add(self, batch: MicroBatch, totals: StepTotals, sums: StepAccumulator) -> None:
-        """Add the micro-batch's gradient to the adapter, and its loss and metrics to `sums`."""
-        out = self.loss(batch, totals, sums.flags)
-        self.scaler.scale(out.loss).backward()
-        sums.add(batch, out)
-
-    def loss(self, batch: MicroBatch, totals: StepTotals, flags: Flags | None = None) -> LossOutput:
-        """Return this micro-batch's share of the loss, and its metrics. In training, `flags` collects rollouts with NaN
-        or infinity; without `flags`, as in an evaluation, layer inputs are not offloaded."""
+    def add(self, batch: MicroBatch, totals: StepTotals, sums: StepAccumulator, training: bool = True) -> None:
+        """Add the micro-batch's loss and metrics to `sums`. In training, add its gradient to the adapter, with layer
+        inputs offloaded, and flag rollouts with NaN or infinity."""
         policy, objective = self.policy, self.objective
         if isinstance(self.offload, ActivationOffload):
             self.offload.read_ahead(policy.head_groups == 1)  # several groups mean that memory is short
-        with nullcontext() if flags is None else self.offload:
+        with self.offload if training else nullcontext():
             outputs = self.outputs(batch)
             out = objective.loss(batch, outputs, totals)
-        if flags is not None:
-            flags.check_batch(batch, outputs.scores and outputs.scores[0], out.loss)
-        return out
+        if training:
+            sums.flags.check_batch(batch, outputs.scores and outputs.scores[0], out.loss)
+            del outputs  # for the backward pass, which takes the most memory
+            self.scaler.scale(out.loss).backward()
+        sums.add(batch, out)
 
     @torch.no_grad()
     def measure(self, groups: list[RolloutGroup]) -> dict[str, float]:
@@ -232,15 +228,7 @@ class Learner:
         try:
             self.prepare(groups, 1, training=False)
             counted = [group for group in self.counted_groups(groups) if not group.unjudged]
-            totals = self.totals(groups, None)
-
-            @in_mode(self.policy.model, False)
-            def work(batches: Iterator[MicroBatch]) -> StepAccumulator:
-                sums = StepAccumulator(self.policy.device)
-                for batch in batches:
-                    sums.add(batch, self.loss(batch, totals))
-                return sums
-
+            work = partial(self.accumulate, totals=self.totals(groups, None), training=False)
             sums = self.packer.run("an evaluation", self.mine(counted), self.limits, work, random.restore)
             return sums.of_all_ranks(self.ranks, members(counted)).metrics(self.objective)
         finally:

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lowmem_grpo.trainer.lifecycle import FirstSteps, Journal, running, signals_
 from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.preflight.checks import before_training, check_ranks_agree, preflight
 from lowmem_grpo.trainer.saver import Saver
-from lowmem_grpo.trainer.step_accumulator import StepAccumulator, members
+from lowmem_grpo.trainer.step_accumulator import members
 from lowmem_grpo.types import Finding, RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class Trainer:
     method: str | None = None  # the kind of training, in the summary
     samples = False  # True if groups are sampled, False if the rows hold the answers
     engine: Any  # in trainers that sample
+    overlap: Any = None  # an OverlappedTraining, in trainers that train while sampling
 
     def __init__(
         self, parts: TrainerParts, callbacks: list[Any] | None = None, eval_dataset: Any = None,
@@ -121,26 +123,25 @@ class Trainer:
     # The verbs; each can be called on its own.
 
     def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        """Train on `groups`, and return metrics. `at_most` limits the number of optimizer steps."""
-        with self.parts.clock.phase("train"):
-            return self.make_steps(groups, at_most)
-
-    def make_steps(
-        self, groups: list[RolloutGroup], at_most: int | None, begun: StepAccumulator | None = None
-    ) -> dict[str, float]:
-        """Run the optimizer steps of an update; the first one continues a gradient `begun` while sampling."""
-        if self.samples and self.policy.routed_layers and not self.said_unrouted:
-            self.said_unrouted = say_unrouted(members(groups))
-        parts = self.split_steps(groups)
-        order = (parts * self.args.passes)[:at_most]
-        rest = groups if begun is None else [group for group in groups if not begun.holds(group)]
-        self.learner.prepare(rest, len(order), self.state.policy_version)
-        # dapo and similar losses count the tokens of the whole generation, bnpo those of the optimizer step
-        tokens = self.learner.num_tokens(groups) / len(parts) if self.parts.objective.counts_generation else None
-        steps = [self.learner.forward_backward(part, tokens, begun) | self.optim_step() for part in order]
-        undone = 1 - len(order) / (len(parts) * self.args.passes or 1)
-        self.state.epoch = self.source.reached - undone * self.source.last
-        return mean_of(steps) | self.learner.guard.over(steps)
+        """Train on `groups`, and return metrics. `at_most` limits the number of optimizer steps; the first continues a
+        gradient `begun` while sampling."""
+        overlap = self.overlap
+        with self.parts.clock.phase("train"), overlap.gradient(groups) if overlap else nullcontext() as begun:
+            if self.samples and self.policy.routed_layers and not self.said_unrouted:
+                self.said_unrouted = say_unrouted(members(groups))
+            parts = self.split_steps(groups)
+            order = (parts * self.args.passes)[:at_most]
+            rest = groups if begun is None else [group for group in groups if not begun.holds(group)]
+            self.learner.prepare(rest, len(order), self.state.policy_version)
+            # dapo and similar losses count the tokens of the whole generation, bnpo those of the optimizer step
+            tokens = self.learner.num_tokens(groups) / len(parts) if self.parts.objective.counts_generation else None
+            steps: list[dict[str, float]] = []
+            for part in order:
+                steps.append(self.learner.forward_backward(part, tokens, begun) | self.optim_step())
+            undone = 1 - len(order) / (len(parts) * self.args.passes or 1)
+            self.state.epoch = self.source.reached - undone * self.source.last
+            metrics = mean_of(steps) | self.learner.guard.over(steps)
+        return metrics | overlap.metrics(begun, groups) if overlap else metrics
 
     def forward_backward(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Add the gradient of one optimizer step's loss over these groups, and return loss metrics."""

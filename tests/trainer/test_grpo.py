@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -301,6 +302,19 @@ def test_rollout_and_update_and_the_four_verbs_train_what_train_does(
         verbs.optim_step()
     assert same(adapter(verbs), adapter(whole)) and same(adapter(visible), adapter(whole))
     assert (verbs.save_state() / "adapter_model.safetensors").is_file()
+
+
+def test_train_reaches_the_formula_in_12_calls_of_7_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, walk, package = loss_types.LOSS_TYPES["dapo"], list[str](), str(Path(loss_types.__file__).parents[1])
+
+    def formula(*values: Any) -> torch.Tensor:
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
+        walk[:] = [loss_types.__file__, *(file for file in files if file.startswith(package))]
+        return kind.token_loss(*values)
+
+    monkeypatch.setitem(loss_types.LOSS_TYPES, "dapo", replace(kind, token_loss=formula))
+    make(tmp_path, max_steps=1, loss_type="dapo").train()
+    assert 0 < len(walk) <= 12 and len({*walk}) <= 7, walk
 
 
 def test_forward_backward_twice_accumulates(sampled: Any) -> None:
