@@ -26,6 +26,26 @@ UNCHANGING = frozenset({type(None), bool, int, float, str, bytes})
 FAILURES = ("timeout", "environment_error")  # endings of episodes that are not the policy's fault
 
 
+class ImageToken(int):
+    """A prompt's token id that stands for a part of an image, which `image` names by its content. The token equals no
+    other image's, so a prompt with images is a list of ids that can be compared, hashed, cut and joined like any other.
+    Only what stores plain integers, such as a tensor, loses the name."""
+
+    image: str
+    __ne__ = object.__ne__  # int's ignores the image
+
+    def __new__(cls, token: int, image: str = "") -> ImageToken:
+        made = super().__new__(cls, token)
+        made.image = image
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ImageToken) and (int(self), self.image) == (int(other), other.image)
+
+    def __hash__(self) -> int:
+        return hash((int(self), self.image))
+
+
 @dataclass
 class ToolCall:
     """A tool call of the policy, as parsed from a completion."""
@@ -214,7 +234,7 @@ class MicroBatch:
     """
 
     input_ids: Tensor  # (T,) int64
-    position_ids: Tensor  # (T,) int64, from 0 in each sequence
+    offsets: Tensor  # (T,) int64, the index in its sequence; `Policy.inputs` makes RoPE positions of them
     targets: Tensor  # (T,) int64
     cu_seqlens: Tensor  # (S + 1,) int32, cumulative lengths of the sequences, each with its prompt
     max_seqlen: int
@@ -227,6 +247,7 @@ class MicroBatch:
     sequence_ids: Tensor  # (T,) int64, the rollout, 0 .. R - 1; the first one for a shared place
     units: Tensor  # (R,) int64, the unit of each rollout, 0 .. U - 1; no unit is split between micro-batches
     fields: dict[str, Tensor]  # (T, ...) by name, those of TOKEN_FIELDS that the rollouts have
+    images: dict[int, ImageToken] = field(default_factory=dict)  # by place (0 .. T - 1): the tokens of images
     rollouts: tuple[Rollout, ...] = ()  # the R packed completions, in order
     host_ids: Tensor | None = None  # (T,) int64, a copy of `input_ids` that stays on the host
     homes: Tensor | None = None  # (N,) int64, on the host: index of each trained token in the rollouts' (C,) fields,

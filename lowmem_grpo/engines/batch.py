@@ -4,7 +4,7 @@ If memory has room for only some of a call's rows, waiting rows enter the batch 
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,7 @@ class DecodeState:
     counts: Tensor  # (B,) tokens drawn
     tokens: Tensor  # (B,) the last token drawn
     alive: Tensor  # (B,) bool, False for finished rows
-    positions: Tensor  # (B,) position id of the last token in the cache, of which positions + 1 places are filled
+    positions: Tensor  # (B,) index in its sequence of the last token in the cache; positions + 1 places are filled
     routes: Tensor | None = None  # (B, S, layers, k) experts chosen for the tokens fed last; None without experts
 
     @classmethod
@@ -192,19 +192,20 @@ class Passes:
         self.policy = policy
         self.wide: WideWeights | None = None  # quantized weights, dequantized to 16 bits
 
-    def feed(self, state: DecodeState, tokens: Tensor, real: Tensor | None = None, at_once: int = FED) -> Tensor:
+    def feed(self, state: DecodeState, tokens: Tensor, real: Tensor | None = None, at_once: int = FED,
+             prompts: Sequence[list[int]] = ()) -> Tensor:
         """Feed tokens (B, S), at most `at_once` of each row per pass, and return the next tokens' logits (B, V) in
-        fp32. `real` (B, S) is False for padding."""
+        fp32. `real` (B, S) is False for padding. `prompts` (B,) are those that the tokens are a part of."""
         real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
         routes, width = list[Tensor](), state.width + tokens.shape[1]
         for ids, true in zip(tokens.split(at_once, dim=1), real.split(at_once, dim=1), strict=True):
-            hidden = self.feed_piece(state, ids, true)[:, -1]
+            hidden = self.feed_piece(state, ids, true, prompts)[:, -1]
             routes += [] if state.routes is None else [state.routes]
             state.cache.reserve(width)  # so that later pieces do not each grow the storage by half
         state.routes = torch.cat(routes, 1) if routes else None
         return self.policy.head.logits(hidden)
 
-    def feed_piece(self, state: DecodeState, ids: Tensor, real: Tensor) -> Tensor:
+    def feed_piece(self, state: DecodeState, ids: Tensor, real: Tensor, prompts: Sequence[list[int]] = ()) -> Tensor:
         """Feed tokens (B, S) in one pass; returns their hidden states (B, S, D) after the last layer."""
         width = ids.shape[1]
         causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
@@ -212,7 +213,7 @@ class Passes:
         before = state.real[:, None].expand(-1, width, -1)
         mask = torch.cat([before, causal & real[:, None, :] | itself], dim=2)[:, None]
         positions = (state.positions[:, None] + real.long().cumsum(-1)).clamp(min=0)
-        hidden = self.hidden(ids, positions, mask, real, state)
+        hidden = self.hidden(ids, positions, mask, real, state, prompts)
         state.positions = state.positions + real.sum(-1)
         return hidden
 
@@ -228,14 +229,14 @@ class Passes:
             WIDE.reset(token)
 
     def hidden(self, input_ids: Tensor, positions: Tensor, mask: Tensor, real: Tensor, state: DecodeState,
-               **named: Any) -> Tensor:
+               prompts: Sequence[list[int]] = (), **named: Any) -> Tensor:
         """Return the last hidden states (B, Q, D) of input_ids (B, Q). `real` (B, Q) is False for padding and finished
         rows. `mask` (B, 1, Q, L) covers L cache positions."""
         recorder = self.policy.recorder()
         with self.policy.autocast():
             out = self.policy.backbone(
-                input_ids=input_ids, position_ids=positions, attention_mask=mask, past_key_values=state.cache,
-                use_cache=True, cached=True, real=real, **named,
+                **self.policy.inputs.of_rows(input_ids, positions, prompts), attention_mask=mask,
+                past_key_values=state.cache, use_cache=True, cached=True, real=real, **named,
                 **({} if recorder is None else {"routes": recorder}),
             )
         state.routes = None if recorder is None else recorder.taken(len(input_ids))

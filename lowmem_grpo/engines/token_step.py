@@ -177,7 +177,7 @@ class TokenStep:
         seen, named = mask[rows, None, None, : self.width], {"newest": buffers.at} if self.block > 1 else {}
         # finished rows are still fed, but `alive` keeps their recurrent states from changing
         hidden = self.passes.hidden(buffers.tokens[rows, None], positions[:, None], seen, buffers.alive[rows, None],
-                                    self.state, **named)
+                                    self.state, (), **named)
         logits = self.passes.policy.head.logits(hidden[:, 0])
         buffers.at.add_(1)
         return logits

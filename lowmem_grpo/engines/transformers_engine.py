@@ -282,7 +282,8 @@ class TransformersEngine:
         state = DecodeState.holding(torch.arange(len(held), device=device), cache, torch.tensor(held, device=device))
         if not generation.requests:
             state.cache.lasting = self.step.storage_for(prefill.fed + start, running)
-        logits = self.passes.feed(state, input_ids, real, FED if cache else prefill_piece(*input_ids.shape))
+        piece = FED if cache else prefill_piece(*input_ids.shape)
+        logits = self.passes.feed(state, input_ids, real, piece, prefill.prompts)
         self.pace.read(sum(map(len, prefill.prompts)) - sum(held))
         generation.keep_prompt_routes(prefill, state.routes)
         owners = [place for place, rows in enumerate(prefill.rows) for _ in rows]

@@ -25,7 +25,7 @@ from torch import Tensor
 from lowmem_grpo.memory.cutting import SPREAD, Lengths, Limits, Span, cut_spans
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, catch_oom, smaller
 from lowmem_grpo.models.routes import Routes, packed_routes, routes_of
-from lowmem_grpo.types import TOKEN_FIELDS, MicroBatch, Rollout, RolloutGroup, Split, TokenField
+from lowmem_grpo.types import TOKEN_FIELDS, ImageToken, MicroBatch, Rollout, RolloutGroup, Split, TokenField
 
 Ids = tuple[int, ...]
 Completion = tuple[RolloutGroup, Rollout]
@@ -132,7 +132,7 @@ class Piece:
 
     row: int  # index of the sequence, or of the first one that shares the prompt
     rollout: int  # index of its rollout in the pack
-    position: int  # position id of its first token
+    offset: int  # index of its first token in the sequence
     ids: list[int]
     targets: list[int]
     sequence: Sequence | None  # None for a prompt
@@ -167,25 +167,27 @@ def collate(completions: list[Completion]) -> MicroBatch:
     packed = list(pieces(completions))
     prompts = prompt_lengths(packed)
     rollouts = [rollout for _, rollout in completions]
-    lengths = torch.tensor([piece.position + len(piece.ids) for piece in packed if piece.sequence])
+    lengths = torch.tensor([piece.offset + len(piece.ids) for piece in packed if piece.sequence])
     width = int(lengths.max())
     sizes = torch.tensor([len(piece.ids) for piece in packed])
-    position_ids = torch.cat([torch.arange(p.position, p.position + len(p.ids)) for p in packed])
+    offsets = torch.cat([torch.arange(p.offset, p.offset + len(p.ids)) for p in packed])
     rows = torch.tensor([piece.row for piece in packed]).repeat_interleave(sizes)
     loss_mask = torch.cat([piece.mask for piece in packed])
-    input_ids = torch.tensor([token for piece in packed for token in piece.ids])
+    ids = [token for piece in packed for token in piece.ids]
+    input_ids = torch.tensor(ids)
     routes = routed = None
     if any(piece.routes is not None for piece in packed):
-        routes, routed = packed_routes([(piece.routes, piece.position, len(piece.ids)) for piece in packed])
+        routes, routed = packed_routes([(piece.routes, piece.offset, len(piece.ids)) for piece in packed])
     return MicroBatch(
-        input_ids=input_ids, host_ids=input_ids, position_ids=position_ids,
+        input_ids=input_ids, host_ids=input_ids, offsets=offsets,
         targets=torch.tensor([token for piece in packed for token in piece.targets]),
         cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
         max_seqlen=width,
         sources=find_sources(packed, width),
-        places=rows * width + position_ids,
+        places=rows * width + offsets,
         copies=count_copies(prompts),
         prompts=tuple(prompts),
+        images={place: token for place, token in enumerate(ids) if isinstance(token, ImageToken)},
         loss_mask=loss_mask,
         trained=loss_mask.nonzero()[:, 0],
         sequence_ids=torch.tensor([piece.rollout for piece in packed]).repeat_interleave(sizes),

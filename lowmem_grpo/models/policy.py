@@ -1,6 +1,6 @@
 """The trained model as the training loop uses it: hidden states, log-probabilities, adapter on or off."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
@@ -26,7 +26,7 @@ from lowmem_grpo.models.delta_net import use_delta_nets
 from lowmem_grpo.models.packed_attention import FirstKeys, PackedLayout
 from lowmem_grpo.models.routes import RouteRecorder, follow_routes, replay_of
 from lowmem_grpo.models.trained_set import TrainedSet
-from lowmem_grpo.types import MicroBatch
+from lowmem_grpo.types import ImageToken, MicroBatch
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # the first that a config has is used
 HEAD_ROWS = 4096  # rows of the head in memory at a time in `logits_of`
@@ -95,6 +95,20 @@ def logit_shape(config: Any) -> dict[str, Any]:
         scale = scaling if config.model_type in MULTIPLIED else 1 / scaling
     return {"logit_scale": 1.0 if scale is None else scale,
             "softcap": getattr(config, "final_logit_softcapping", None)}
+
+
+class TextInputs:
+    """Makes the inputs of a backbone that reads text. A model of images takes another class with these methods, which
+    may look features up by the images' names, and return `inputs_embeds`, RoPE positions (3, B, Q), and more."""
+
+    def of_batch(self, batch: MicroBatch) -> dict[str, Any]:
+        return self.of_rows(batch.input_ids[None], batch.offsets[None], [[*batch.images.values()]])
+
+    def of_rows(self, ids: Tensor, offsets: Tensor, prompts: Sequence[list[int]] = ()) -> dict[str, Any]:
+        """Return the backbone's arguments for tokens (B, Q): parts of whole `prompts`, or sampled ones without any."""
+        if any(ImageToken in map(type, prompt) for prompt in prompts):
+            raise ValueError("a prompt has images, and the model reads text only; leave the images out")
+        return {"input_ids": ids, "position_ids": offsets}
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
@@ -166,6 +180,7 @@ class Policy:
             base.set_attn_implementation(attention.NAME)
         self.backbone = getattr(base, base.base_model_prefix)
         self.head = head or Head(base.get_output_embeddings(), **logit_shape(base.config))
+        self.inputs = TextInputs()
         self.autocast_dtype = autocast_dtype
         self.head_groups = 1  # parts in which attention's backward pass takes the heads; a memory plan may set more
         self.dropped: bool | None = None  # whether the last checkpointed pass had dropout
@@ -217,8 +232,8 @@ class Policy:
         unused_mask = batch.input_ids.new_empty(1, 1, 1, 1)  # 4-D, so that transformers builds no (T, T) mask
         with self.autocast(), known_ids:
             out = self.backbone(
-                input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], attention_mask=unused_mask,
-                use_cache=False, packed=layout, **({"shared_kv_states": FirstKeys()} if self.lends_keys else {}),
+                **self.inputs.of_batch(batch), attention_mask=unused_mask, use_cache=False, packed=layout,
+                **({"shared_kv_states": FirstKeys()} if self.lends_keys else {}),
                 **({} if replay is None else {"routes": replay}),
             )
         self.check_packed(layout.calls)

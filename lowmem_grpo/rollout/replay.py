@@ -10,7 +10,7 @@ from statistics import pstdev
 from typing import Any
 
 from lowmem_grpo.models.routes import Routes, give_routes, routes_of
-from lowmem_grpo.types import TOKEN_FIELDS, Rollout, RolloutGroup, Split, Turn
+from lowmem_grpo.types import TOKEN_FIELDS, ImageToken, Rollout, RolloutGroup, Split, Turn
 from lowmem_grpo.utils import torch
 
 logger = logging.getLogger(__name__)
@@ -90,15 +90,19 @@ def usable(group: RolloutGroup) -> bool:
     return not group.replayed and valid and all(math.isfinite(v) for r in group.rollouts for v in r.rollout_logprobs)
 
 
-def pack(kind: str, values: Sequence[float]) -> str:
-    """Encode numbers exactly, as base64 text."""
+def pack(kind: str, values: Sequence[float]) -> Any:
+    """Encode numbers exactly, as base64 text; the ids of a prompt with images as a list, with [id, name] for images."""
+    if ImageToken in map(type, values):
+        return [[int(token), token.image] if isinstance(token, ImageToken) else token for token in values]
     numbers: array[Any] = array(kind, values)
     return base64.b64encode(numbers.tobytes()).decode()
 
 
-def unpack(kind: str, text: str) -> list[Any]:
+def unpack(kind: str, saved: Any) -> list[Any]:
+    if isinstance(saved, list):
+        return [ImageToken(*token) if isinstance(token, list) else token for token in saved]
     numbers: array[Any] = array(kind)
-    numbers.frombytes(base64.b64decode(text))
+    numbers.frombytes(base64.b64decode(saved))
     return numbers.tolist()
 
 

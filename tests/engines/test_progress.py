@@ -5,7 +5,7 @@ import pytest
 
 from lowmem_grpo.engines import base as module
 from lowmem_grpo.engines.base import ExpectedLengths, Pace
-from lowmem_grpo.types import Rollout
+from lowmem_grpo.types import ImageToken, Rollout
 
 
 @pytest.fixture
@@ -82,3 +82,6 @@ def test_the_longest_expected_come_first_and_unknown_prompts_in_the_middle() -> 
     assert expected.order([[1], [3], [2], [4]]) == [2, 1, 3, 0]
     expected.note_groups([[1]], [drawn(500)])  # the newest answers count
     assert expected.order([[1], [3], [2]]) == [0, 1, 2]
+    cat, dog = ImageToken(1, "cat"), ImageToken(1, "dog")
+    expected.note_groups([[cat], [dog]], [drawn(5), drawn(600)])
+    assert expected.order([[cat], [1], [dog]]) == [2, 1, 0]

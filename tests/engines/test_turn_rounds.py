@@ -13,10 +13,12 @@ from small_models import TINY, load_model, with_adapter
 from transformers import AutoTokenizer
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.base import Request
 from lowmem_grpo.engines.generation_state import PrefixCache
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.types import ImageToken
 
 SAMPLED = SamplingParams(temperature=1.3)
 Usual = tuple[Talk, list[int]]
@@ -242,3 +244,20 @@ def test_equal_prompts_of_a_round_are_computed_once(engine: TransformersEngine) 
         engine.converse(one, SamplingParams(ignore_eos=True))
     assert places == [50] + [4] * 7
     assert [one.drawn[key][0].cached_tokens for key in range(4)] == [0, 50, 50, 50]
+
+
+def test_prompts_of_other_images_share_no_keys_and_values(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a model that reads images; one of text refuses them."""
+    cat, dog = ([7] * 30 + [ImageToken(9, name)] * 20 for name in ("cat", "dog"))
+    with pytest.raises(ValueError):
+        engine.generate([cat], SAMPLED)
+    monkeypatch.setattr(engine.policy.inputs, "of_rows", lambda ids, at, *_: {"input_ids": ids, "position_ids": at})
+    with fed(engine) as places:
+        engine.generate([cat, cat, dog], SamplingParams(max_tokens=1))
+    assert places == [100]
+    swapped = Talk([cat], 2)
+    monkeypatch.setattr(swapped, "request", lambda *asked: Request(0, [*dog, *asked[1][50:]], 8, 0))
+    engine.converse(swapped, SAMPLED)
+    assert swapped.drawn[0][1].cached_tokens in (0, 30)

@@ -12,7 +12,9 @@ from small_models import random_model, with_adapter
 from torch import Tensor
 
 from lowmem_grpo.models import attention, packed_attention
+from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.types import ImageToken, MicroBatch, Rollout, RolloutGroup
 
 LENGTHS = [(5, [9]), (1, [1]), (30, [3]), (2, [24]), (11, [1])]  # of prompts and completions
 
@@ -126,6 +128,27 @@ def test_attention_never_takes_cudnn_and_leaves_the_choice_of_others_alone(
         torch.backends.cuda.enable_cudnn_sdp(at_start)
     assert chosen
     assert not any(chosen)
+
+
+def test_a_backbone_may_read_features_of_images_and_three_rows_of_positions() -> None:
+    policy = Policy(with_adapter(random_model("Llama")).double())
+    features = dict(zip(("cat", "dog"), torch.eye(2, policy.head.weight.shape[1]).double(), strict=True))
+
+    def of_batch(batch: MicroBatch) -> dict[str, Tensor]:
+        embeds = policy.backbone.embed_tokens(batch.input_ids)
+        embeds[[*batch.images]] = torch.stack([features[token.image] for token in batch.images.values()])
+        positions = torch.stack([batch.offsets, batch.offsets // 2, 0 * batch.offsets])
+        return {"inputs_embeds": embeds[None], "position_ids": positions[:, None]}
+
+    policy.inputs = SimpleNamespace(of_batch=of_batch)  # type: ignore[assignment]
+    policy.backbone.rotary_emb.register_forward_pre_hook(  # turns by the second row
+        lambda module, args, named: (args, {"position_ids": named["position_ids"][1]}), with_kwargs=True)
+    groups = [RolloutGroup({}, [5, *[ImageToken(9, name)] * 2, 6], [
+        Rollout([20, end], [0.0] * 2, "stop") for end in (3, 4)]) for name in features]
+    (together,) = pack(groups)
+    alone = torch.cat([policy.hidden(batch)[batch.loss_mask] for batch in pack(groups, max_sequences=1)])
+    torch.testing.assert_close(policy.hidden(together)[together.loss_mask], alone, rtol=0, atol=1e-12)
+    assert (alone[:4] - alone[4:]).abs().max() > 1e-3  # equal ids behind other images
 
 
 def test_repeated_key_heads_give_what_shared_ones_give(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tables import every_row
 
 from lowmem_grpo.models.packing import collate, pack, unpack
-from lowmem_grpo.types import Rollout, RolloutGroup, Split
+from lowmem_grpo.types import ImageToken, Rollout, RolloutGroup, Split
 
 PAD, EOS = 0, 2
 
@@ -30,7 +30,7 @@ def test_each_target_follows_its_input_in_its_sequence() -> None:
     (batch,) = pack(groups)
     assert batch.input_ids.tolist() == [10, 11, 12, 15, 16, 10, 11, 12, 13]
     assert batch.targets.tolist() == [11, 12, 15, 16, 17, 11, 12, 13, 14]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    assert batch.offsets.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
     assert batch.loss_mask.tolist() == [False, False, True, True, True, False, False, True, True]
     assert batch.trained.tolist() == [2, 3, 4, 7, 8]
     assert batch.at_trained(batch.targets).tolist() == [15, 16, 17, 13, 14]
@@ -48,7 +48,7 @@ def test_completions_of_one_prompt_share_its_places() -> None:
     (batch,) = pack([group([10, 11, 12], [13, 14], [15, 16, 17])])
     assert batch.input_ids.tolist() == [10, 11, 12, 15, 16, 12, 13]
     assert batch.targets.tolist() == [11, 12, 15, 16, 17, 13, 14]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 2, 3]
+    assert batch.offsets.tolist() == [0, 1, 2, 3, 4, 2, 3]
     assert batch.loss_mask.tolist() == [False, False, True, True, True, True, True]
     assert batch.advantages.tolist() == [0, 0, 2, 2, 2, 1, 1]
     side_by_side = batch.input_ids[batch.sources].view(2, batch.max_seqlen).tolist()
@@ -81,7 +81,7 @@ def test_an_episode_s_sequences_lie_with_its_group_and_only_what_was_drawn_is_tr
         10, 11, *[12, 20, 21, 90, 91], *[12, 80, 81, 92], *[12, 30], 70, 71]
     assert batch.targets.tolist() == [
         11, 12, *[20, 21, 90, 91, 22], *[80, 81, 92, 23], *[30, 31], 71, 24]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 5, 2, 3, 0, 1]
+    assert batch.offsets.tolist() == [0, 1, 2, 3, 4, 5, 6, 2, 3, 4, 5, 2, 3, 0, 1]
     assert batch.at_trained(batch.targets).tolist() == [20, 21, 22, 23, 30, 31, 24]
     assert batch.trained.tolist() == [2, 3, 6, 10, 11, 12, 14]
     assert batch.sequence_ids.tolist() == [0] * 11 + [1, 1] + [0, 0]
@@ -104,6 +104,15 @@ def test_two_sequences_with_the_same_prompt_of_their_own_share_all_of_it() -> No
     assert batch.at_trained(batch.targets).tolist() == [20, 20, 21, 22]
     (first, second) = pack([RolloutGroup({}, [5, 6], episodes)], max_sequences=1)
     assert first.input_ids.tolist() == [5, 6, 5, 6, 7, 8] and len(second.rollouts) == 1
+
+
+def test_prompts_of_equal_ids_and_other_images_share_nothing() -> None:
+    cat, dog = ([5, ImageToken(9, name), 6] for name in ("cat", "dog"))
+    episodes = [Rollout([3, 4], [0.0] * 2, "stop", splits=[Split(1, prompt)])
+                for prompt in (cat, dog, dog, [*cat, 5], [*dog, 5], [5, 9, 6])]
+    (batch,) = pack([RolloutGroup({}, cat, episodes)])
+    assert [(own, len(others)) for own, *others in batch.prompts] == [(2, 8), (3, 1), (2, 2), (2, 1)]
+    assert {place: token.image for place, token in batch.images.items()} == {1: "cat", 12: "dog", 16: "dog"}
 
 
 def test_an_episode_stays_in_one_micro_batch_and_one_without_drawn_tokens_in_none() -> None:

@@ -11,7 +11,7 @@ import torch
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.routes import Routes
 from lowmem_grpo.rollout.replay import ReplayBuffer, as_sampled
-from lowmem_grpo.types import TOKEN_FIELDS, Rollout, RolloutGroup, Split, TokenField, Turn
+from lowmem_grpo.types import TOKEN_FIELDS, ImageToken, Rollout, RolloutGroup, Split, TokenField, Turn
 
 ROWS = [{"prompt": f"row {index}"} for index in range(20)]
 
@@ -157,3 +157,11 @@ def test_a_restored_group_has_the_routes_of_its_completions_and_of_its_episodes(
         (before,), (after,) = pack([fresh]), pack([kept])
         assert before.routes is not None and after.routes is not None and before.routes.dtype == torch.int16
         assert torch.equal(before.routes, after.routes)
+
+
+def test_a_restored_group_has_the_images_of_its_prompt_and_of_its_turns() -> None:
+    cat, dog = ([1, ImageToken(2, name)] for name in ("cat", "dog"))
+    buffer = ReplayBuffer(1)
+    buffer.offer([replace(group(1, 0, 1), prompt_ids=cat)])
+    buffer.entries[0].rollouts[0].turns = [Turn(prompt, [3], [-0.1], "stop") for prompt in (cat, dog)]
+    assert restored(buffer, 1).entries == buffer.entries != (replace(buffer.entries[0], prompt_ids=dog),)

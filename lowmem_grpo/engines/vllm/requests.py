@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lowmem_grpo.engines.base import Calls, Conversation, ExpectedLengths, Finis
 from lowmem_grpo.engines.decoding import budget_of, cut_at_stop
 from lowmem_grpo.engines.vllm.process_state import torch_states_kept
 from lowmem_grpo.models.routes import Routes, one_prompt
-from lowmem_grpo.types import OnGroup, Rollout
+from lowmem_grpo.types import ImageToken, OnGroup, Rollout
 
 COLDEST = 0.01  # vLLM silently raises lower temperatures to this
 
@@ -88,8 +89,7 @@ class Steps:
 
     def enqueue(self, prompts: list[list[int]], settings: list[Any]) -> list[str]:
         """Queue prompts (token ids) in vLLM; returns the request ids."""
-        requests = [{"prompt_token_ids": ids} for ids in prompts]
-        names: list[str] = self.llm.enqueue(requests, settings, use_tqdm=False)
+        names: list[str] = self.llm.enqueue([*map(as_vllm, prompts)], settings, use_tqdm=False)
         return names
 
     def step(self) -> list[Any]:
@@ -208,6 +208,13 @@ class OpenTurns(Calls):
                 self.routes[key] = [*request.ids, *rollout.completion_ids[:-1]], rollout.routes
             self.conversation.add_rollout(key, rollout)
         return len(request.ids) - cached
+
+
+def as_vllm(prompt: list[int]) -> dict[str, Any]:
+    """Return a prompt as vLLM's TokensPrompt. An image's name is its key in vLLM's caches, which must hold its data."""
+    images = [token.image for token, _ in groupby(prompt) if isinstance(token, ImageToken)]
+    named = {"multi_modal_data": {"image": [None] * len(images)}, "multi_modal_uuids": {"image": images}}
+    return {"prompt_token_ids": [*map(int, prompt)]} | (named if images else {})
 
 
 def number_of(name: str) -> str:

@@ -20,7 +20,7 @@ from lowmem_grpo.environments.renderer import Renderer
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import Reads, parser_of
 from lowmem_grpo.environments.tools.parsers import Reading
-from lowmem_grpo.types import Message, Turn
+from lowmem_grpo.types import ImageToken, Message, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class CachedTurn:
     session: str
     digest: bytes  # hash of all messages up to and including this turn
     parent: "CachedTurn | None"
-    context: array  # (B,) prompt tokens after the parent's tokens
+    context: array | list[int]  # (B,) prompt tokens after the parent's tokens; a list if they have images
     completion: array  # (C,)
     logprobs: array  # (C,) float64
     rest: Turn  # the turn without tokens and logprobs
@@ -72,7 +72,7 @@ class CachedTurn:
         return [token for piece in reversed(pieces) for token in piece]
 
     def turn(self) -> Turn:
-        prompt = (self.parent.ids() if self.parent else []) + self.context.tolist()
+        prompt = (self.parent.ids() if self.parent else []) + [*self.context]
         return replace(self.rest, prompt_ids=prompt, completion_ids=self.completion.tolist(),
                        logprobs=self.logprobs.tolist())
 
@@ -142,11 +142,12 @@ class ConversationCache:
         with self.lock:
             number = next(self.numbers)
             before = 0 if opening.parent is None else len(opening.parent.ids())
+            context = turn.prompt_ids[before:]
             held = CachedTurn(
                 f"turn-{self.mark}-{number}", number, opening.key if key is None else key, opening.session,
-                longer(opening.digest, message), opening.parent, array("i", turn.prompt_ids[before:]),
-                array("i", turn.completion_ids), array("d", turn.logprobs),
-                replace(turn, prompt_ids=[], completion_ids=[], logprobs=[]),
+                longer(opening.digest, message), opening.parent,
+                context if ImageToken in map(type, context) else array("i", context), array("i", turn.completion_ids),
+                array("d", turn.logprobs), replace(turn, prompt_ids=[], completion_ids=[], logprobs=[]),
             )
             self.use(held)
             self.shrink(held)
@@ -268,7 +269,7 @@ def digests(root: Any, messages: Sequence[Message]) -> list[bytes]:
 
 
 def longer(before: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation extended by one message."""
+    """Return the digest of a conversation extended by one message, whose content names its images."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or []]
     name = message.get("name") if message["role"] == "tool" else None
     said = canonical([message["role"], name, message["content"], calls])

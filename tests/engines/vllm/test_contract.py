@@ -14,10 +14,11 @@ from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Request
 from lowmem_grpo.engines.vllm.installed import import_plugin
-from lowmem_grpo.engines.vllm.requests import CallSampling
+from lowmem_grpo.engines.vllm.requests import CallSampling, as_vllm
 from lowmem_grpo.engines.vllm.settings import GRAPHS, llm_options
 from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.memory.cards import CACHE_DTYPES
+from lowmem_grpo.types import ImageToken
 
 pytestmark = NEEDS_VLLM
 
@@ -93,3 +94,9 @@ def test_vllm_has_each_form_of_the_cache_and_a_version_without_it_is_refused_by_
     monkeypatch.setattr(borrow, "EngineArgs", make_dataclass("EngineArgs", ["model"]))
     with pytest.raises(BorrowError, match=r'Leave kv_cache_dtype at "auto", or install vLLM 0\.32'):
         borrow.check_cache_dtype("fp8")
+
+
+def test_the_name_of_an_image_is_its_key_in_vllm_s_caches() -> None:
+    cat, dog = (as_vllm([5, ImageToken(9, name), ImageToken(9, name)]) for name in ("cat", "dog"))
+    assert (cat["multi_modal_uuids"], dog["multi_modal_uuids"]) == ({"image": ["cat"]}, {"image": ["dog"]})
+    assert cat.keys() <= importlib.import_module("vllm.inputs").TokensPrompt.__annotations__.keys()

@@ -13,7 +13,7 @@ from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.server.openai import conversation_cache
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.request import plain
-from lowmem_grpo.types import Message, Turn
+from lowmem_grpo.types import ImageToken, Message, Turn
 
 USER: Message = {"role": "user", "content": "Guess."}
 HIGHER: Message = {"role": "user", "content": "Higher."}
@@ -103,6 +103,19 @@ def test_two_rests_of_one_turn_make_a_tree() -> None:
     prefix = turns[0].prompt_ids + turns[0].completion_ids  # type: ignore[union-attr]
     assert all(turn.prompt_ids[:len(prefix)] == prefix for turn in turns[1:] if turn)
     assert histories.held[one].key == histories.held[first].key != histories.held[other].key
+
+
+def test_conversations_of_equal_ids_and_other_images_go_on_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ConversationCache, "rendered", lambda self, dialect, messages: [
+        5, ImageToken(9, messages[0]["content"][0]["image"])])
+    histories = ConversationCache(tokenizer_of("qwen2_5"))
+    for name in ("cat", "dog"):
+        asked: Message = {"role": "user", "content": [{"type": "image", "image": name}]}
+        opening = histories.open_prompt([asked])
+        first = histories.keep(opening, drawn(opening.ids, [6]), said("7"))
+        later = histories.open_prompt([asked, said("7"), HIGHER])
+        assert later.parent is not None and later.parent.name == first
+        assert histories.turn(first) == drawn(later.ids[:2], [6]) == drawn([5, ImageToken(9, name)], [6])
 
 
 @every_row("change, joins", [
