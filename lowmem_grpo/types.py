@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass, replace
 from logging import Logger
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from lowmem_grpo.utils import torch
 
@@ -179,16 +179,6 @@ class RolloutGroup:
         return failed > 0 and len(self.rollouts) - failed < 2
 
 
-class Source(NamedTuple):
-    """The pass that computes token fields before an update. Fields of one source share the pass."""
-
-    under: Callable[[Any], AbstractContextManager[Any]] | None = None  # the context of the `Policy`, such as no adapter
-    behind: Callable[[list[RolloutGroup]], list[RolloutGroup]] | None = None  # same completions in order, other prompts
-
-
-AS_IT_IS = Source()
-
-
 @dataclass(frozen=True)
 class TokenField:
     """A value for each token of a rollout, (C, ...), or one for all. A rollout has it as the attribute of this name, or
@@ -198,8 +188,14 @@ class TokenField:
     dtype: str = "float32"
     kept: bool = False  # True: a group that is replayed has it again
     value: Callable[[Any], Tensor] | None = None  # (N, ...), from the `PolicyOutputs` of a pass; None: not computed
-    source: Source = AS_IT_IS
+    under: Callable[[Any], AbstractContextManager[Any]] | None = None  # the pass's context of the `Policy`
+    behind: Callable[[list[RolloutGroup]], list[RolloutGroup]] | None = None  # other prompts, for the same completions
     of_all: bool = False  # True: also computed for rollouts without a gradient
+
+    @property
+    def source(self) -> tuple[Any, Any]:
+        """What the fields of one pass share."""
+        return self.under, self.behind
 
     def of(self, rollout: Rollout) -> Any:
         """Return the rollout's value, or None."""
@@ -217,7 +213,7 @@ class TokenField:
 TOKEN_FIELDS = {row.name: row for row in (
     TokenField("rollout_logprobs", kept=True),
     TokenField("old_logprobs", value=attrgetter("logprobs")),
-    TokenField("ref_logprobs", value=attrgetter("logprobs"), source=Source(methodcaller("reference"))),
+    TokenField("ref_logprobs", value=attrgetter("logprobs"), under=methodcaller("reference")),
     TokenField("entropy", value=methodcaller("entropy"), of_all=True),
     TokenField("policy_mask", "bool"),
     TokenField("advantages"),

@@ -18,8 +18,8 @@ FLOATS, INTEGERS, FLAGS = "d", "i", "b"  # 8, 4 and 1 bytes, enough to store eve
 KINDS = (INTEGERS, INTEGERS, FLOATS)  # a turn's prompt, completion and log-probabilities
 OF_TURN = ("finish_reason", "text", "policy_version", "cached_tokens", "message", "replies", "reward", "state", "calls",
            "failures", "seconds", "exact")
-OF_ROLLOUT = ("finish_reason", "text", "policy_version", "trained", "splits", "turns", "ending", "opening", "reward",
-              "routes", "unit")  # fields that a kept rollout shares with the sampled one
+PLAIN = ("finish_reason", "text", "reward", "ending", "opening", "unit")  # fields that are JSON values
+OF_ROLLOUT = (*PLAIN, "policy_version", "trained", "splits", "turns", "routes")  # kept as they were sampled
 
 
 class ReplayBuffer:
@@ -112,11 +112,10 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
         "row": group.row_index, "prompt": pack(INTEGERS, group.prompt_ids), "baseline": group.baseline,
         "rollouts": [
             {"ids": pack(INTEGERS, rollout.completion_ids), "logprobs": pack(FLOATS, rollout.rollout_logprobs),
-             "finish_reason": rollout.finish_reason, "text": rollout.text, "version": rollout.policy_version,
-             "rewards": rollout.rewards, "reward": rollout.reward, "unit": rollout.unit,
-             **pack_routes(rollout, group.prompt_ids),
+             "version": rollout.policy_version, "rewards": rollout.rewards,
              "fields": {name: torch.as_tensor(value).tolist() for name, value in rollout.fields.items()},
-             **pack_episode(rollout, group.prompt_ids)}
+             **{name: getattr(rollout, name) for name in PLAIN},
+             **pack_routes(rollout, group.prompt_ids), **pack_episode(rollout, group.prompt_ids)}
             for rollout in group.rollouts
         ],
     }
@@ -125,12 +124,11 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
 def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
     prompt, rollouts = unpack(INTEGERS, packed["prompt"]), []
     for saved in packed["rollouts"]:
-        rollout = Rollout(
-            unpack(INTEGERS, saved["ids"]), unpack(FLOATS, saved["logprobs"]), saved["finish_reason"], saved["text"],
-            policy_version=saved["version"], rewards=saved["rewards"], reward=saved["reward"],
-            unit=saved.get("unit"))
-        rollout.fields = {name: torch.tensor(values, dtype=getattr(torch, TOKEN_FIELDS[name].dtype))
-                          for name, values in saved.get("fields", {}).items()}  # older checkpoints have none
+        plain = {name: saved[name] for name in PLAIN if name in saved}  # older checkpoints have fewer
+        rollout = Rollout(unpack(INTEGERS, saved["ids"]), unpack(FLOATS, saved["logprobs"]), **plain,
+                          policy_version=saved["version"], rewards=saved["rewards"])
+        for name, values in saved.get("fields", {}).items():
+            rollout.fields[name] = torch.tensor(values, dtype=getattr(torch, TOKEN_FIELDS[name].dtype))
         unpack_episode(rollout, prompt, saved)
         if "routes" in saved:
             give_routes(rollout, prompt, [packed and Routes.unpacked(packed) for packed in saved["routes"]])
@@ -160,8 +158,7 @@ def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
     splits = [[split.start, None if split.prompt_ids is None else pack(INTEGERS, split.prompt_ids)]
               for split in rollout.splits]
     trained = None if rollout.trained is None else pack(FLAGS, rollout.trained)
-    return {"trained": trained, "splits": splits, "turns": turns, "ending": rollout.ending,
-            "opening": rollout.opening, "asked": rollout.asked, "unread": rollout.unread}
+    return {"trained": trained, "splits": splits, "turns": turns}
 
 
 def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any]) -> None:
@@ -170,8 +167,7 @@ def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any
     trained = saved["trained"]
     rollout.trained = None if trained is None else [bool(flag) for flag in unpack(FLAGS, trained)]
     rollout.splits = [Split(start, None if ids is None else unpack(INTEGERS, ids)) for start, ids in saved["splits"]]
-    rollout.ending, rollout.opening, before = saved["ending"], saved["opening"], 0
-    rollout.asked, rollout.unread = saved.get("asked", 0), saved.get("unread", 0)  # older checkpoints have none
+    before = 0
     for turn in saved["turns"]:
         numbers: Any = numbers_of_turn(rollout, prompt_ids, before, turn["tokens"])
         if turn["numbers"] is not None:

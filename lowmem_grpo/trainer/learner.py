@@ -67,13 +67,13 @@ class Learner:
     def fill_fields(self, groups: list[RolloutGroup], *fields: TokenField) -> None:
         """Compute `fields` of this rank's rollouts with the current policy, in one pass for each source of fields."""
         mine = self.mine(groups)
-        for source in dict.fromkeys(field.source for field in fields):
-            same = [field for field in fields if field.source == source]
-            read = mine if source.behind is None else source.behind(mine)
+        for under, behind in dict.fromkeys(field.source for field in fields):
+            same = [field for field in fields if field.source == (under, behind)]
+            read = mine if behind is None else behind(mine)
             homes = dict(zip(map(id, members(read)), members(mine), strict=True))
             random, work = RandomStates(self.policy.device), partial(self.recompute, fields=same)
             what = f"recomputing {' and '.join(field.name for field in same)}"
-            with nullcontext() if source.under is None else source.under(self.policy):
+            with nullcontext() if under is None else under(self.policy):
                 computed = self.packer.run(what, read, self.limits, work, random.restore)
             for rollout, *values in computed:
                 for field, value in zip(same, values, strict=True):

@@ -10,7 +10,7 @@ from trainer_runs import close, exact, learner, row
 
 from lowmem_grpo.losses.objective import Objective, PolicyOutputs, StepTotals
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import TOKEN_FIELDS, LossOutput, MicroBatch, Rollout, RolloutGroup, Source, TokenField
+from lowmem_grpo.types import TOKEN_FIELDS, LossOutput, MicroBatch, Rollout, RolloutGroup, TokenField
 
 HINT, PROMPT, COMPLETIONS = [9, 8], [5, 6, 7], ([8, 9, 10, 11], [12, 13])
 
@@ -19,7 +19,7 @@ def hinted(groups: list[RolloutGroup]) -> list[RolloutGroup]:
     return [replace(group, prompt_ids=HINT + group.prompt_ids) for group in groups]
 
 
-TOY = TokenField("toy", value=attrgetter("logprobs"), source=Source(methodcaller("base_model"), hinted))
+TOY = TokenField("toy", value=attrgetter("logprobs"), under=methodcaller("base_model"), behind=hinted)
 
 
 class Distillation(Objective):
