@@ -50,6 +50,7 @@ class Loaded:
     mlp_tile: int | None = None  # tokens, as given to get_peft_model; None: the run's memory plan decides
     revision: str | None = None  # the model's revision on the hub
     vocabulary: int | None = None  # rows of the stored embedding
+    sha256: str | None = None  # of the model's GGUF file, if it was loaded from one
     stop_ids: tuple[int, ...] = ()  # end tokens of the last training besides the usual ones
     lora_arguments: dict[str, Any] | None = None  # those of get_peft_model, if it was called
 
@@ -179,7 +180,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
         dtype = base.get_input_embeddings().weight.dtype if held is None else held.weight.quant_state.dtype
         BaseRecord(self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision,
-                   in_fp8).write(Path(save_directory))
+                   in_fp8, self.loaded.sha256).write(Path(save_directory))
         if ADAPTER in (kwargs.get("selected_adapters") or [ADAPTER]):  # a server's clients use the base's tokenizer
             self.loaded.tokenizer.save_pretrained(save_directory)
             ends = {*end_ids(base.generation_config, self.loaded.tokenizer), *self.loaded.stop_ids}
@@ -201,7 +202,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         folder = folder_at("path", path, ": what save_lora wrote, or a checkpoint")
         check_for(self, folder)
         if not any_base:
-            check_base(folder, self.loaded.name, self.loaded.revision)
+            check_base(folder, self.loaded.name, self.loaded.revision, self.loaded.sha256)
         return LoraRequest(folder)
 
     def current_lora(self) -> LoraRequest:
@@ -289,6 +290,7 @@ def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[Fas
     if arguments["load_in_4bit"] is None and not arguments["load_in_16bit"] and not arguments["load_in_fp8"]:
         own |= {"load_in_4bit": record.load_in_4bit, "load_in_fp8": record.load_in_fp8 or False}
     model, _ = cls.from_pretrained(record.model, **arguments | own)
+    check_base(folder, record.model, own["revision"], model.loaded.sha256)
     check_targets(model.inner, [name.removeprefix(PREFIX) for name in layers_of(tensors)])
     adapted = with_values_to_come(model, config)
     check_for(adapted, folder)

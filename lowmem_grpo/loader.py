@@ -27,8 +27,9 @@ from lowmem_grpo.config.loading import (
 from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.memory.cards import AUTO
+from lowmem_grpo.models.gguf_file import digest_of
 from lowmem_grpo.models.stored_model import check_stored, find, refuse_longer
-from lowmem_grpo.utils import SEED, TRUTH, as_python, check_given, is_adapter, require, size_text, torch
+from lowmem_grpo.utils import SEED, TRUTH, as_python, check_given, is_adapter, is_gguf, require, size_text, torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,10 +54,13 @@ class FastLanguageModel:
         block_size: int | None = None, offload_embedding: bool = False, sampling_weights: str | None = None,
         load_in_16bit: bool = False, load_in_fp8: bool | str = False, device_map: Any = None,
         cache_dir: str | None = None, local_files_only: bool = False, kv_cache_dtype: str = AUTO,
-        torch_dtype: Any = None, **options: Any,
+        torch_dtype: Any = None, gguf_file: str | None = None, **options: Any,
     ) -> tuple[Any, Any]:
         """Load a causal language model by hub name or folder ("tiny" ships with the package), and its tokenizer. The
         folder of a saved adapter loads its base and the adapter, ready to train and to sample.
+
+        `gguf_file` is a GGUF file of llama.cpp in the folder or the repository; `model_name` may also be the path of
+        one, or OWNER/NAME/FILE.gguf. Its tensors are decoded one by one, and rounded or quantized as any model's.
 
         `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, one tensor at a time, on the CPU
         too; None means True, unless `load_in_16bit` or `load_in_fp8`. `load_in_fp8` quantizes to 8-bit floats (e4m3) in
@@ -94,6 +98,8 @@ class FastLanguageModel:
         dtype, torch_dtype = one_dtype(dtype, torch_dtype), None
         check_given(locals(), PLAIN)
         check_options(cls, "from_pretrained", options, FROM_PRETRAINED)
+        if gguf_file is not None:
+            model_name, gguf_file = named_gguf(model_name, gguf_file), None
         place = Path(model_name or "").expanduser()
         if model_name and is_adapter(place):
             arguments = {name: value for name, value in locals().items()
@@ -117,7 +123,7 @@ class FastLanguageModel:
             raise TypeError(NO_NAME)
         where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         path = find(model_name, **where)
-        model_name = path if place.is_dir() and Path(path) == place.absolute() else model_name
+        model_name = path if place.exists() and Path(path) == place.absolute() else model_name
         check_stored(path, model_name, dtype, max_seq_length)
         from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
         from lowmem_grpo.engines.cuda_graphs import check_graphs
@@ -153,7 +159,8 @@ class FastLanguageModel:
         if nobody_chose and (advice := faster_engine(device)):
             logger.warning(advice)
         embedding: Any = model.get_input_embeddings()
-        loaded = Loaded(model_name, tokenizer, context, keeper, revision=revision, vocabulary=len(embedding.weight))
+        loaded = Loaded(model_name, tokenizer, context, keeper, revision=revision, vocabulary=len(embedding.weight),
+                        sha256=digest_of(path))
         return BareModel(model, loaded), tokenizer
 
     @classmethod
@@ -242,6 +249,14 @@ class FastModel(FastLanguageModel):
 class FastVisionModel(FastLanguageModel):
     """FastLanguageModel under another of Unsloth's names. Only the text layers of a multimodal model are trained, and
     images are refused."""
+
+
+def named_gguf(model_name: str | None, gguf_file: str) -> str:
+    """Return the name of a GGUF file in a folder or repository. ValueError for a file of another kind."""
+    if not is_gguf(gguf_file):
+        raise ValueError(f"gguf_file is {gguf_file!r}; it must be a file whose name ends in .gguf, in the folder or "
+                         "repository model_name")
+    return f"{str(model_name or '.').rstrip('/')}/{gguf_file}"
 
 
 def check_options(cls: type, method: str, options: dict[str, Any], table: Table) -> None:

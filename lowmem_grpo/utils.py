@@ -324,3 +324,8 @@ def is_adapter(folder: Path) -> bool:
            for path in folder.glob(kind)):
         raise UnsupportedError(BOTH.format(folder))
     return True
+
+
+def is_gguf(name: Any) -> bool:
+    """Return whether a path, or a name on the hub, is that of a GGUF file."""
+    return str(name).lower().endswith(".gguf")

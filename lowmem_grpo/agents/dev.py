@@ -1,7 +1,6 @@
 """ART's `dev`: the options of `model._internal_config`. `ModelOptions` sorts them by loading, LoRA and training."""
 
 import inspect
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,7 +11,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.loading import FROM_PRETRAINED, GET_PEFT_MODEL
 from lowmem_grpo.config.unsupported import Table, any_value, off, refuse
 from lowmem_grpo.loader import FastLanguageModel, check_options
-from lowmem_grpo.models.stored_model import find
+from lowmem_grpo.models.stored_model import find, stored_fields
 
 CONTEXT = 8192  # tokens, unless the options say otherwise or the model has fewer
 DEFAULTS: dict[str, Any] = {  # for settings of GRPOConfig, where they differ from its own defaults
@@ -162,10 +161,9 @@ def taken_by(method: str) -> set[str]:
 def context_of(base_model: str, loading: Mapping[str, Any]) -> int | None:
     """Return a model's context in tokens, at most CONTEXT; None if config.json has no max_position_embeddings."""
     where = {name: loading.get(name) for name in ("revision", "token", "cache_dir")}
-    folder = Path(find(base_model, **where, local_files_only=bool(loading.get("local_files_only"))))
-    if not (folder / "config.json").is_file():
+    config = stored_fields(find(base_model, **where, local_files_only=bool(loading.get("local_files_only"))))
+    if config is None:
         return CONTEXT
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     longest = config.get("text_config", config).get("max_position_embeddings")
     return None if longest is None else min(int(longest), CONTEXT)
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from lowmem_grpo.runs.views.terminal import UserPath, echo, plain_errors, quiet, was_given
+from lowmem_grpo.utils import is_gguf
 
 FILE = "eval.json"
 MAX_TOKENS, CONTEXT, PROMPT_ROOM = 512, 2048, 1024
@@ -94,7 +95,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
             if is_file_name(chosen["dataset"]):
                 columns = columns_of(Path(chosen["dataset"]))
                 check_prompt_column(chosen["dataset"], columns, chosen["prompt_column"])
-        if not Path(target).exists():
+        if is_gguf(target) or not Path(target).exists():
             check_model(target)
         subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"], chosen["load_in_fp8"])
         check_adapter(subject.adapter)
@@ -137,7 +138,7 @@ def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, l
     from lowmem_grpo.runs.saved_adapter import RunError, base_of_adapter, find_adapter
 
     path = Path(target)
-    named = adapter is not None or not path.exists() or (path / "config.json").is_file()
+    named = adapter is not None or not path.exists() or (path / "config.json").is_file() or is_gguf(target)
     if named and adapter is None:
         place = Path("runs") / f"eval-{target.strip('/').rpartition('/')[2]}"
         return Candidate(target, None, bool(load_in_4bit), place, load_in_fp8=load_in_fp8)

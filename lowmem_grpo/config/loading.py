@@ -71,7 +71,7 @@ DTYPE: Rule = ('float32, bfloat16, float16 or "auto"', lambda value: str(value).
     "float32", "bfloat16", "float16", "auto", "float", "half"))  # the last two are torch's aliases
 MOST_RANK = 1 << 16
 PLAIN: dict[str, Rule] = {  # options of from_pretrained
-    "model_name": utils.PATH, "max_seq_length": at_least(1, Integral), "dtype": DTYPE,
+    "model_name": utils.PATH, "gguf_file": utils.TEXT, "max_seq_length": at_least(1, Integral), "dtype": DTYPE,
     **dict.fromkeys(("load_in_4bit", "load_in_16bit"), utils.TRUTH), "revision": utils.TEXT, "cache_dir": utils.PATH,
     **dict.fromkeys(("local_files_only", "offload_embedding"), utils.TRUTH),
 }

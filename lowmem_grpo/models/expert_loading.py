@@ -48,7 +48,8 @@ class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
                 raise ValueError(f"an expert's matrix is {stack.rows} x {stack.columns}, which does not end with a "
                                  f"block of {BLOCK} weights: in 4 bits two experts would share a scale. Load the model "
                                  "with load_in_4bit=False")
-        check_stored(model, kwargs.get("checkpoint_files"))
+        if kwargs.get("checkpoint_files") is not None:  # a GGUF file holds all experts of a layer in one tensor
+            check_stored(model, kwargs["checkpoint_files"])
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
         """Replace transformers' conversions for experts, which merge them into one 16-bit tensor, by ours."""

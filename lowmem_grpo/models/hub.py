@@ -12,6 +12,8 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import constants, errors
 
+from lowmem_grpo.utils import is_gguf
+
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SECONDS = 4.0  # to wait for the hub, unless HF_HUB_ETAG_TIMEOUT is set
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -58,15 +60,29 @@ def push(folder: Path, repo: str, private: bool = True, api: Any = None, message
 
 
 def model_folder(path: str, revision: str | None = None) -> Path:
-    """Return a model's folder: `path`, or the hub's snapshot, cached or downloaded. OSError if there is none."""
-    if Path(path).is_dir():
+    """Return a model's folder or GGUF file: `path`, or the hub's, cached or downloaded. OSError if there is none."""
+    if Path(path).exists():
         return Path(path)
+    if is_gguf(path):
+        return Path(gguf_of_hub(path, revision))
     find_model(path, revision)
     try:
         return Path(huggingface_hub.snapshot_download(path, revision=revision, allow_patterns=MODEL_FILES))
     except (OSError, ValueError) as error:
         raise OSError(f"no model {path!r}: it is not a folder, and the hub did not provide it ({first_line(error)})"
                       ) from error
+
+
+def gguf_of_hub(name: str, revision: str | None = None, token: str | None = None, cache_dir: str | None = None,
+                local_files_only: bool = False) -> str:
+    """Return the path of the GGUF file OWNER/NAME/FILE of the hub, cached or downloaded; OSError if there is none."""
+    owner, repo, file = name.split("/", 2)
+    try:
+        return str(huggingface_hub.hf_hub_download(f"{owner}/{repo}", file, revision=revision, token=token,
+                                                   cache_dir=cache_dir, local_files_only=local_files_only))
+    except (OSError, ValueError) as error:
+        raise OSError(f"no model {name!r}: there is no such file here, and the hub did not provide {file} of "
+                      f"{owner}/{repo} ({first_line(error)})") from error
 
 
 @cache  # an exception is not cached: the next call asks again

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -35,9 +37,10 @@ from lowmem_grpo.models.chat_ids import with_ids
 from lowmem_grpo.models.expert_loading import ExpertsNF4Config
 from lowmem_grpo.models.experts import use_routed_blocks
 from lowmem_grpo.models.fp8_layers import SCALE, fp8_linears, keep_stored, to_quantize
+from lowmem_grpo.models.gguf_file import gguf_config, gguf_tensors
 from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.stored_model import say_other_weights, stored_form, text_names, text_part
-from lowmem_grpo.utils import BOTH
+from lowmem_grpo.utils import BOTH, is_gguf
 
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
             "architecture transformers itself has")
@@ -68,7 +71,7 @@ class Pretrained:
     """A stored model: its location, from which config, tokenizer and weights are loaded."""
 
     name: str  # as given by the user
-    path: str  # a folder, or a name on the hub
+    path: str  # a folder, a GGUF file, or a name on the hub
     options: dict[str, Any]  # revision and token
 
     def load(self, dtype: torch.dtype, device: str, form: str) -> tuple[PreTrainedModel, Any]:
@@ -88,6 +91,8 @@ class Pretrained:
                 self.path, config, names, dtype=dtype, device_map={"": device}, attn_implementation=attention.NAME,
                 **self.options, **how,
             )
+            if is_gguf(self.path):
+                model.name_or_path = model.config.name_or_path = self.name
         if stored is not None:
             say_stored(self.name, stored, form)
             compute_in(model, dtype)
@@ -101,6 +106,8 @@ class Pretrained:
 
     def parts(self) -> tuple[Any, dict[str, str]]:
         """Return the config of the model to load, and the new names of stored tensors if it is only the text part."""
+        if is_gguf(self.path):
+            return AutoConfig.for_model(**gguf_config(self.path)), {}
         if (Path(self.path) / "config.json").is_file():
             read_config(Path(self.path) / "config.json")  # raises for values that no model can have
         whole = AutoConfig.from_pretrained(self.path, trust_remote_code=False, **self.options)
@@ -108,6 +115,11 @@ class Pretrained:
 
     def tokenizer(self) -> Any:
         """Load the tokenizer; its `apply_chat_template` works for code of transformers 4 and 5 (see chat_ids.py)."""
+        if is_gguf(self.path):
+            with TemporaryDirectory() as empty:  # beside the file, transformers would find the tokenizer of another
+                made = AutoTokenizer.from_pretrained(empty, gguf_file=str(Path(self.path).absolute()))
+            made.name_or_path = self.name
+            return with_ids(made)
         return with_ids(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options))
 
     def form(self, asked: str) -> str:
@@ -147,13 +159,18 @@ def read_model(path: str, config: Any, names: dict[str, str], **options: Any) ->
     tensor is missing."""
     if Path(path).is_dir():
         say_other_weights(Path(path))
+    kind: Any = AutoModelForCausalLM
+    first: Any = path
+    if is_gguf(path):
+        kind, first = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None
+        options["state_dict"] = gguf_tensors(path, options["dtype"])
     before = their_logging.get_verbosity()
     if names:
         their_logging.set_verbosity_error()
         options = {"key_mapping": names, **options}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, output_loading_info=True, trust_remote_code=False, **options)
+        loaded: Any = kind.from_pretrained(
+            first, config=config, output_loading_info=True, trust_remote_code=False, **options)
     finally:
         their_logging.set_verbosity(before)
     model, info = loaded

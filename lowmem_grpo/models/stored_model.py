@@ -1,5 +1,5 @@
-"""Find a stored model by its name, a folder or a name on the hub, and read from its config the form of its weights: 16
-or 32 bits, NF4, FP8, or an unsupported one.
+"""Find a stored model by its name (a folder, a GGUF file or a name on the hub), and read from its config the form of
+its weights: 16 or 32 bits, NF4, FP8, or an unsupported one.
 
 From a multimodal checkpoint only the text model is loaded, by transformers' class for it. No torch is imported here, so
 that a wrong name or an unsupported checkpoint is refused at once.
@@ -16,7 +16,8 @@ from typing import Any
 from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16
 from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.model_shape import named_config, read_config
-from lowmem_grpo.utils import JsonError, is_adapter, read_json
+from lowmem_grpo.models.gguf_file import gguf_config
+from lowmem_grpo.utils import JsonError, is_adapter, is_gguf, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -25,6 +26,7 @@ TINY_GAMES = "tiny-games"  # plays games
 TINY_INBOX = "tiny-inbox"  # searches mails
 TINY_TALKS = "tiny-talks"  # plays 2048, asks questions and answers them
 logger = logging.getLogger(__name__)
+GGUF_OF_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*/.+")
 EMBEDDED = (TINY, TINY_GAMES, TINY_INBOX, TINY_TALKS)
 SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # config fields that list unquantized modules
 PLAIN_ONE = ("take the model's checkpoint in 16 bits (in its name there is no {0}), and load it with load_in_4bit=True "
@@ -42,6 +44,8 @@ def resolve(model_name: str) -> str:
     is returned unchanged. OSError for a path without a model."""
     if model_name in EMBEDDED:
         return str(files("lowmem_grpo") / "assets" / model_name)
+    if is_gguf(model_name):
+        return resolve_gguf(model_name)
     looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1
     folder = Path(model_name).expanduser()
     if not looks_like_path and not folder.is_dir():
@@ -55,20 +59,34 @@ def resolve(model_name: str) -> str:
     return str(folder.absolute())
 
 
+def resolve_gguf(model_name: str) -> str:
+    """Return the path of a GGUF file; OWNER/NAME/FILE of the hub is returned unchanged. OSError if there is no file."""
+    path = Path(model_name).expanduser()
+    if path.is_file():
+        return str(path.absolute())
+    if GGUF_OF_HUB.fullmatch(model_name):
+        return model_name
+    raise OSError(f"no model {model_name!r}: there is no such file")
+
+
 def public_name(model_name: str) -> str:
-    """Return a name that other programs on this machine can load: an absolute folder, or a name on the hub."""
-    folder = Path(resolve(model_name))
-    return str(folder.resolve()) if folder.is_dir() else model_name
+    """Return a name that other programs on this machine can load: an absolute path, or a name on the hub."""
+    path = Path(resolve(model_name))
+    return str(path.resolve()) if path.exists() else model_name
 
 
 def find(model_name: str, **options: Any) -> str:
     """Resolve a name; OSError within seconds if the model is neither in the hub's cache nor on the hub."""
     path = resolve(model_name)
-    if not Path(path).is_dir():
-        from lowmem_grpo.models.hub import (
-            find_model,  # imported here: huggingface_hub takes half a second, and folders do not need it
+    if not Path(path).exists():
+        from lowmem_grpo.models.hub import (  # imported here: huggingface_hub takes half a second
+            find_model,
+            gguf_of_hub,
         )
 
+        if is_gguf(path):
+            options.pop("weights", None)
+            return gguf_of_hub(path, **options)
         find_model(path, **options)
     return path
 
@@ -78,6 +96,8 @@ def config_of(model_name: str) -> Any:
     the hub. ValueError if none is found."""
     if Path(model_name).is_dir():
         is_adapter(Path(model_name))  # raises where it holds a model too
+    if is_gguf(model_name):
+        return gguf_config(find(model_name))
     try:
         return named_config(resolve(model_name) if model_name in EMBEDDED else model_name)
     except ValueError as unknown:
@@ -95,19 +115,26 @@ def config_of(model_name: str) -> Any:
 
 def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None = None) -> None:
     """Raise ValueError for a refused family, an unsupported form of weights, float16 for a model that overflows in it,
-    and a context longer than the model's. Only a folder is checked; a name on the hub is checked when it is loaded."""
-    file = Path(folder) / "config.json"
-    if not file.is_file():
+    and a context longer than the model's. A name on the hub is not checked here, but when it is loaded."""
+    fields = stored_fields(folder)
+    if fields is None:
         return
-    fields = read_config(file)
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (file.parent / index).is_file():
-            indexed_files(file.parent / index)
+        if (Path(folder) / index).is_file():
+            indexed_files(Path(folder) / index)
     check_family(fields, name)
     stored_form(fields, name)
     refuse_longer(max_seq_length, (fields.get("text_config") or fields).get("max_position_embeddings"))
     if str(dtype).removeprefix("torch.") == "float16":
         check_float16(fields)
+
+
+def stored_fields(path: str | Path) -> dict[str, Any] | None:
+    """Return the config of a model in a folder or in a GGUF file, in the fields of a config.json; None elsewhere."""
+    if is_gguf(path):
+        return gguf_config(path) if Path(path).is_file() else None
+    file = Path(path) / "config.json"
+    return read_config(file) if file.is_file() else None
 
 
 def indexed_files(index: Path) -> dict[str, Path]:

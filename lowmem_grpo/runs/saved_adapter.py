@@ -16,7 +16,7 @@ MANIFEST = "manifest.json"
 BASE_FILE = "base_model.json"  # beside the adapter
 MOST_BYTES = 16 * MIB  # the most that a file of settings has
 OF_BASE: dict[str, Rule] = {
-    "model": PATH, "load_in_4bit": TRUTH, "dtype": TEXT, "revision": TEXT,
+    "model": PATH, "load_in_4bit": TRUTH, "dtype": TEXT, "revision": TEXT, "sha256": TEXT,
     "load_in_fp8": ('True, False or "block"', lambda value: isinstance(value, bool) or value == "block"),
 }
 BASE_SUFFIXES = ("-bnb-4bit", "-unsloth")  # mark 4-bit copies of the same weights
@@ -191,11 +191,14 @@ class BaseRecord:
     dtype: str | None = None  # "bfloat16"
     revision: str | None = None
     load_in_fp8: bool | str | None = None  # "block" for scales by block
+    sha256: str | None = None  # of a GGUF file
 
     def write(self, folder: Path) -> None:
         """Write the record into the adapter's folder; a local model gets its absolute path."""
-        local = self.model is not None and Path(self.model).is_dir()
+        local = self.model is not None and Path(self.model).exists()
         fields = asdict(self) | ({"model": str(Path(str(self.model)).absolute())} if local else {})
+        if self.sha256 is None:
+            del fields["sha256"]
         (folder / BASE_FILE).write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
 
 
@@ -230,15 +233,17 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def check_base(folder: Path, name: str, revision: str | None) -> None:
-    """Raise AdapterError if the adapter's record names another base than the model `name` at `revision`."""
+def check_base(folder: Path, name: str, revision: str | None, sha256: str | None = None) -> None:
+    """Raise AdapterError if the adapter's record names another base than the model `name` at `revision`, or a GGUF file
+    with another hash than `sha256`."""
     record = base_of_adapter(folder)
     if record.model is None:
         return
-    other = not same_model(record.model, name)
+    other = record.sha256 != sha256 if record.sha256 and sha256 else not same_model(record.model, name)
     if other or (record.revision and revision and record.revision != revision):
-        trained, here = (f"{model}{f', revision {at}' if at else ''}"
-                         for model, at in ((record.model, record.revision), (name, revision)))
+        trained, here = (f"{model}{f', revision {at}' if at else ''}{f', sha256 {digest[:16]}' if digest else ''}"
+                         for model, at, digest in ((record.model, record.revision, record.sha256),
+                                                   (name, revision, sha256)))
         raise AdapterError(f"the adapter in {folder} was trained on {trained}, and this model is {here}: load that "
                            "base, or, if both are the same weights under two names, say so: "
                            f"load_lora({str(folder)!r}, any_base=True)")
@@ -246,7 +251,7 @@ def check_base(folder: Path, name: str, revision: str | None) -> None:
 
 def same_model(model: str, other: str) -> bool:
     """Return whether two names or folders mean the same weights: the same folder, or equal `plain_name`."""
-    if Path(model).is_dir() and Path(other).is_dir() and Path(model).resolve() == Path(other).resolve():
+    if Path(model).exists() and Path(other).exists() and Path(model).resolve() == Path(other).resolve():
         return True
     return plain_name(model) == plain_name(other)
 

@@ -233,7 +233,9 @@ def update_summary(trainer: Any, entries: dict[str, Any]) -> None:
 def describe_run(trainer: Any, status: str) -> dict[str, Any]:
     """Return the description of the run for summary.json, in plain values."""
     state, method = trainer.state, {} if trainer.method is None else {"method": trainer.method}
-    return {"status": status, "model": trainer.model.loaded.name, "seed": trainer.args.seed,
+    loaded = trainer.model.loaded
+    file = {"model_sha256": loaded.sha256} if loaded.sha256 else {}
+    return {"status": status, "model": loaded.name, **file, "seed": trainer.args.seed,
             "steps": state.global_step, "train_seconds": state.elapsed, "skipped_rows": dict(trainer.source.skipped),
             "best_checkpoint": state.best_model_checkpoint,
             "machine": describe_machine(trainer.model, trainer.policy.device), "config": trainer.args.to_dict(),

@@ -22,7 +22,7 @@ from lowmem_grpo.models.card_check import use_card
 from lowmem_grpo.models.experts import BROUGHT, routed_blocks, use_routed_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.lora_targets import Scope, check_plain, check_targets, lora_targets
-from lowmem_grpo.models.pretrained import is_quantized, keep_layout
+from lowmem_grpo.models.pretrained import Pretrained, is_quantized, keep_layout
 from lowmem_grpo.models.stored_model import find
 from lowmem_grpo.runs.adapter_file import PREFIX, rank_of, scaling_of
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
@@ -126,7 +126,7 @@ class Brought:
         where = {"revision": options.get("revision"), "token": options.get("token")}
         if (share := getattr(self.settings, "vllm_gpu_memory_utilization", None)) is not None:
             options["gpu_memory_utilization"] = share
-        config = AutoConfig.from_pretrained(find(self.model, **where), trust_remote_code=False, **where)
+        config = Pretrained(self.model, find(self.model, **where), where).config()
         model, _ = FastLanguageModel.from_pretrained(
             self.model, max_seq_length=self.context(config),
             fast_inference="vllm" if getattr(self.settings, "use_vllm", False) else False, **options, **four_bit,

@@ -6,11 +6,11 @@ training are first quantized as in the loader, because the adapter was trained o
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from bitsandbytes.nn import Params4bit
@@ -28,9 +28,11 @@ from lowmem_grpo.models.expert_loading import quantized_stack
 from lowmem_grpo.models.experts import STACKS, ExpertStack
 from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, SCALE, FP8Linear, scale_of
 from lowmem_grpo.models.fp8_layers import stored_weight as stored_weight_in_fp8
+from lowmem_grpo.models.gguf_file import GGUFTensor, gguf_tensors
 from lowmem_grpo.models.pretrained import nf4
 from lowmem_grpo.models.stored_model import INDEX, SINGLE, block_of, quantization_of, text_name, weight_files
 from lowmem_grpo.runs.adapter_file import PREFIX
+from lowmem_grpo.utils import is_gguf
 
 PARTS = ".weight."  # a 4-bit weight has `q_proj.weight.absmax` beside `q_proj.weight`
 STATE = ".quant_state.bitsandbytes__"
@@ -126,20 +128,24 @@ def quantized_weight(name: str, weight: QuantizedWeight) -> Weight:
 class TensorFiles:
     """The tensors of a stored model, and the dtype and the device in which they are read."""
 
-    places: dict[str, Path]  # tensor: its file
+    places: Mapping[str, Path | GGUFTensor]  # tensor: its file, or the tensor of a GGUF file
     dtype: torch.dtype
     device: torch.device | str
 
     def slice(self, name: str) -> Any:
         """Return a lazy slice of a tensor, read when it is indexed; the file is mapped, not loaded."""
-        return safe_open(self.places[name], "pt").get_slice(name)
+        place = self.places[name]
+        return place if isinstance(place, GGUFTensor) else safe_open(place, "pt").get_slice(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor on the device, in the dtype in which it is stored."""
-        with safe_open(self.places[name], "pt") as file:
+        place = self.places[name]
+        if isinstance(place, GGUFTensor):
+            return cast(Tensor, place[...].to(self.device))
+        with safe_open(place, "pt") as file:
             tensor: Tensor = file.get_tensor(name).to(self.device)
         return tensor
 
@@ -210,7 +216,7 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
     """Return every tensor of a stored model, with its values after loading in `dtype`. If the checkpoint is in 16 or 32
     bits, linear layers get the values that they have in `form` (NF4, FP8, ...). For a multimodal checkpoint, these are
     the tensors of its text model, renamed by `names`."""
-    files = TensorFiles(tensor_files(folder), dtype, device)
+    files = TensorFiles(gguf_tensors(folder, dtype) if is_gguf(folder) else tensor_files(folder), dtype, device)
     whole = {name for name in files.places if name.partition(PARTS)[0] == name}
     in_4_bit = {name for name in whole if f"{name}.absmax" in files.places}
     in_fp8 = {name: scale for name in whole if name.endswith(".weight") and (scale := scale_of(name, files.places))}

@@ -21,6 +21,7 @@ from lowmem_grpo.models.export.base_weights import stored_weights, tensor_files
 from lowmem_grpo.models.export.folder import Exported, ExportError, new_folder
 from lowmem_grpo.models.export.merge import read_pairs
 from lowmem_grpo.models.export.merged import DTYPES, Merge, adapter_logits, live_merge, output_dtype, write_folder
+from lowmem_grpo.models.gguf_file import digest_of
 from lowmem_grpo.models.hub import check_repo, model_folder, push
 from lowmem_grpo.models.policy import end_ids
 from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside
@@ -34,7 +35,7 @@ from lowmem_grpo.runs.saved_adapter import (
     base_of_adapter,
     find_adapter,
 )
-from lowmem_grpo.utils import PATH
+from lowmem_grpo.utils import PATH, is_gguf
 
 FORMATS = ("adapter", "merged", "gguf")
 COMPUTED = ("float32", *DTYPES)  # compute dtypes of a run
@@ -123,6 +124,9 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
     done.base, computed = name, getattr(torch, str(record.dtype))
     device = settings.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     stored = Pretrained(name, str(model_folder(resolve(name), record.revision)), {})
+    if record.sha256 not in (None, digest_of(stored.path)):
+        raise ExportError(f"{stored.path} is not the file that the adapter was trained on: its sha256 is not "
+                          f"{record.sha256}. Name that file with --base")
     with stored.naming_the_model():
         (config, names), tokenizer = stored.parts(), tokenizer_beside(adapter.folder) or stored.tokenizer()
         form = stored.form(form)
@@ -181,7 +185,8 @@ def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseR
     if record.dtype not in (None, *COMPUTED):
         raise ExportError(f"{folder / BASE_FILE} says dtype {record.dtype!r}; allowed are {', '.join(COMPUTED)}")
     revision = None if settings.base else record.revision
-    return BaseRecord(model, four_bit, record.dtype or "bfloat16", revision, in_fp8)
+    sha256 = record.sha256 if is_gguf(model) else None
+    return BaseRecord(model, four_bit, record.dtype or "bfloat16", revision, in_fp8, sha256)
 
 
 def matrix_elements(folder: Path) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+
+from lowmem_grpo.models.gguf_header import PACKAGE, gguf_header
 
 SCRIPT, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
 DIRECT = ("bf16", "f16", "f32", "q8_0")  # types that the converter itself writes
@@ -22,7 +23,6 @@ BUILD = (
     "build llama.cpp (cmake -B build && cmake --build build --target llama-quantize) and name its folder with "
     "--llama-cpp DIR (in Python: llama_cpp=DIR), or take one of " + ", ".join(DIRECT)
 )
-PACKAGE = "the package gguf, which reads GGUF files, is not installed; pip install gguf"
 
 
 class GGUFError(RuntimeError):
@@ -97,20 +97,8 @@ def run(words: list[str], out: Path, name: str) -> None:
 
 def read_gguf(path: Path) -> GGUFContent:
     """Return the architecture and tensor shapes of a GGUF file. GGUFError if the file is damaged."""
-    from gguf import GGUFReader
-
-    class BoundedReader(GGUFReader):
-        """A reader that raises EOFError at the end of the file; GGUFReader trusts the lengths in a damaged file."""
-
-        def _get(self, offset: int, dtype: Any, count: Any = 1, *order: Any, **named: Any) -> Any:
-            values = super()._get(offset, dtype, count, *order, **named)
-            if len(values) < int(count):
-                raise EOFError(f"it promises {int(count):,} values at byte {offset:,} and ends before them")
-            return values
-
     try:
-        reader = BoundedReader(path)
-        architecture = str(reader.fields["general.architecture"].contents())
-    except (ValueError, IndexError, KeyError, EOFError, RecursionError) as error:
-        raise GGUFError(f"{path} is not a whole GGUF file: {error!r}") from error
-    return GGUFContent(architecture, {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors})
+        header = gguf_header(path)
+    except ValueError as error:
+        raise GGUFError(str(error)) from error
+    return GGUFContent(header.architecture, {name: place.shape[::-1] for name, place in header.places.items()})
