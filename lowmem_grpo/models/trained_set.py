@@ -60,5 +60,6 @@ class TrainedSet(tuple[TrainedWeight, ...]):
         """Return an optimizer's groups: the first has the optimizer's learning rate, and each of `rates` its own."""
         own = rates or {}
         others = [weight.parameter for weight in self if weight.group not in own]
-        return [{"params": others}, *({"params": [weight.parameter for weight in self if weight.group == group],
-                                       "lr": rate} for group, rate in own.items())]
+        return [{"params": others}, *(
+            {"params": [weight.parameter for weight in self if weight.group == name], "lr": rate, "name": name}
+            for name, rate in own.items())]

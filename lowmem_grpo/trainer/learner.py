@@ -21,7 +21,7 @@ from lowmem_grpo.models.policy import Policy, in_mode
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Guard, broken_gradients
-from lowmem_grpo.trainer.optim import OptimizerCopy, allocates_each_step, gradient_norms
+from lowmem_grpo.trainer.optim import OptimizerCopy, allocates_each_step, gradient_norms, learning_rates
 from lowmem_grpo.trainer.step_accumulator import Gradients, RandomStates, StepAccumulator, members
 from lowmem_grpo.types import MicroBatch, RolloutGroup, TokenField
 
@@ -243,8 +243,7 @@ class Learner:
             self.ranks.sum_gradients([*self.trained.values()])
         parameters = {name: p for name, p in self.trained.items() if p.grad is not None}
         broken: list[str] = []  # names of parameters
-        rate = self.optimizer.param_groups[0]["lr"]
-        metrics = {"learning_rate": rate, "grad_norm": 0.0, "optimizer/skipped": 1.0}
+        metrics = {**learning_rates(self.optimizer), "grad_norm": 0.0, "optimizer/skipped": 1.0}
         if parameters:
             self.scaler.unscale_(self.optimizer)
             norm, norms = gradient_norms(parameters)

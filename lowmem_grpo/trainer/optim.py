@@ -94,6 +94,13 @@ def make_scheduler(optimizer: torch.optim.Optimizer, config: TrainSettings, tota
                          f"not take: {error}") from error
 
 
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return metrics: the learning rate of the first group, and those of named groups (`learning_rate/lm_head`)."""
+    first, *others = optimizer.param_groups
+    return {"learning_rate": first["lr"], **{
+        f"learning_rate/{group['name']}": group["lr"] for group in others if "name" in group}}
+
+
 def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, float]]:
     """Return the norm of all gradients, on their device, and the norms to log as numbers: of all gradients, and of each
     adapted projection over all layers (`grad_norm/q_proj`)."""

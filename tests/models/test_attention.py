@@ -81,7 +81,7 @@ def test_soft_capped_attention_is_refused_not_ignored() -> None:
         attention.attention(torch.nn.Identity(), query, query, query, None, softcap=5.0)
 
 
-def test_a_trainable_or_wrapped_head_is_refused() -> None:
+def test_a_head_that_is_no_linear_layer_is_refused() -> None:
     model = random_model("Llama")
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(ValueError, match="output head is a Sequential"):

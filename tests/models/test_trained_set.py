@@ -15,7 +15,7 @@ from torch import Tensor
 from lowmem_grpo import GRPOConfig
 from lowmem_grpo.models.policy import Head, Policy
 from lowmem_grpo.runs.checkpoint import load_checkpoint, save_checkpoint
-from lowmem_grpo.trainer.optim import make_optimizer, make_scheduler
+from lowmem_grpo.trainer.optim import learning_rates, make_optimizer, make_scheduler
 
 BATCH = batch_of([(3, [4]), (2, [5])])
 
@@ -32,6 +32,7 @@ def test_a_norm_trained_beside_lora_has_its_rate_is_saved_and_is_the_bases_under
     policy, config = Policy(beside_lora("model.norm")), GRPOConfig(learning_rate=1e-3)
     policy.keep_reference()
     optimizer = make_optimizer(policy.trained.groups({"norm": 0.5}), config)
+    assert learning_rates(optimizer) == {"learning_rate": 1e-3, "learning_rate/norm": 0.5}
     run = policy.model, optimizer, make_scheduler(optimizer, config, 10)
     [norm] = [weight for weight in policy.trained if weight.base is not None]
     policy.logprobs(BATCH, 1.0)[0].sum().backward()

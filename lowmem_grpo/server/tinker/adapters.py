@@ -92,7 +92,7 @@ class DroppedError(ValueError):
 @dataclass
 class ClientModel:
     adapter: str  # the adapter's name in PEFT
-    parameters: dict[str, nn.Parameter]  # by name, without the adapter's name
+    parameters: dict[str, nn.Parameter]  # by their names in a file
     optimizer: torch.optim.AdamW
 
 
@@ -125,9 +125,8 @@ class Adapters:
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)
             self.model.add_adapter(name, config)
-        mark = f".{name}."
-        parameters = {key.replace(mark, "."): parameter for key, parameter in self.model.named_parameters()
-                      if mark in key}
+        self.model.set_adapter(name)
+        parameters = {weight.saved_name: weight.parameter for weight in self.policy.trained}
         self.held[model_id] = ClientModel(name, parameters, torch.optim.AdamW(parameters.values()))
         self.rest()
 
