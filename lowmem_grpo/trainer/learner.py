@@ -118,8 +118,7 @@ class Learner:
         or evaluation mode."""
         self.objective.start_update(members(groups), policy_version)
         fields = self.objective.needed_before(optimizer_steps)
-        of_all = any(field.of_all for field in fields)
-        rollouts = self.counted_groups(groups) if of_all else self.trained_groups(groups)
+        rollouts = (self.counted_groups if any(field.of_all for field in fields) else self.trained_groups)(groups)
         random = RandomStates(self.policy.device)
 
         @in_mode(self.policy.model, training)

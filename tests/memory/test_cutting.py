@@ -51,14 +51,15 @@ def test_no_completion_is_lost_no_bound_is_broken_and_what_is_counted_is_what_is
 EPISODES = st.lists(st.lists(st.tuples(
     st.lists(st.booleans(), min_size=1, max_size=9), st.lists(st.tuples(st.integers(0, 8), st.sampled_from(
         [None, (1, 1), (1, 1, 1, 1), (2, 2)])), max_size=2, unique_by=lambda split: split[0]),
+    st.sampled_from([None, None, 0, 1]),
 ), max_size=4), max_size=3)
 
 
 @settings(deadline=None, max_examples=100)
 @given(groups=EPISODES, limits=LIMITS)
-def test_places_and_area_of_episodes_are_those_of_the_packed_tensors(groups: list[Any], limits: Limits) -> None:
+def test_what_is_counted_of_episodes_is_what_is_packed_and_no_unit_is_split(groups: list[Any], limits: Limits) -> None:
     real = [RolloutGroup({}, [1, 1], [episode(*one) for one in rollouts]) for rollouts in groups]
-    counted = cut_spans([[Span(g, r, tuple(one.lengths for one in found))
+    counted = cut_spans([[Span(g, r, tuple(one.lengths for one in found), group.rollouts[r].unit)
                           for r, found in enumerate(sequences_of(group, group.rollouts))]
                          for g, group in enumerate(real)], limits)
     packed = pack(real, limits.tokens, limits.sequences, limits.spread)
@@ -67,35 +68,25 @@ def test_places_and_area_of_episodes_are_those_of_the_packed_tensors(groups: lis
     drawn = [one for group in real for one in group.rollouts if one.num_trained]
     assert sorted(id(one) for b in packed for one in b.rollouts) == sorted(map(id, drawn))
     assert sum(len(b.trained) for b in packed) == sum(one.num_trained for one in drawn)
+    found, expected = defaultdict[Any, list[int]](list), defaultdict[Any, list[int]](list)
+    for one, key in [(one, (b.units[place].item(), id(b))) for b in packed for place, one in enumerate(b.rollouts)]:
+        found[key].append(id(one))
+    for one, key in [(one, (one.unit, id(group if one.unit is not None else one))) for group in real
+                     for one in group.rollouts if one.num_trained]:
+        expected[key].append(id(one))
+    assert sorted(map(sorted, found.values())) == sorted(map(sorted, expected.values()))
+    for batch in (batch for batch in packed if batch.units.max()):
+        assert len(batch.rollouts) <= (limits.sequences or len(batch.rollouts))
+        assert len(batch.input_ids) <= (limits.tokens or len(batch.input_ids))
 
 
-def episode(trained: list[bool], splits: list[tuple[int, tuple[int, ...] | None]]) -> Rollout:
+def episode(trained: list[bool], splits: list[tuple[int, tuple[int, ...] | None]], unit: int | None) -> Rollout:
     """With these tokens drawn, and those of the splits that lie in it."""
     made = [Split(start, ids and list(ids)) for start, ids in sorted(splits) if start < len(trained)]
-    return Rollout([1] * len(trained), [0.0] * len(trained), "stop", trained=trained, splits=made)
+    return Rollout([1] * len(trained), [0.0] * len(trained), "stop", trained=trained, splits=made, unit=unit)
 
 
 def test_an_episode_stands_where_its_longest_sequence_belongs() -> None:
     long_and_short = Span(0, 0, (Lengths("a", 10, 9), Lengths("b", 10, 1)))
     between, other = Span(0, 1, (Lengths("a", 10, 5),)), Span(1, 0, (Lengths("a", 10, 7),))
     assert list(ordered([[between, long_and_short], [other]])) == [long_and_short, between, other]
-
-
-@settings(deadline=None, max_examples=100)
-@given(lengths=st.lists(st.lists(st.tuples(st.integers(1, 12), st.sampled_from([None, 0, 1])), max_size=6), max_size=5),
-       limits=LIMITS)
-def test_a_pair_stays_in_one_micro_batch_whatever_the_bounds(lengths: list[Any], limits: Limits) -> None:
-    real = [RolloutGroup({}, [1, 1, 1], [Rollout([1] * n, [0.0] * n, "stop", unit=unit) for n, unit in rollouts])
-            for rollouts in lengths]
-    batches = pack(real, limits.tokens, limits.sequences, limits.spread)
-    found, expected = defaultdict[Any, list[int]](list), defaultdict[Any, list[int]](list)
-    for number, batch in enumerate(batches):
-        for unit, one in zip(batch.units.tolist(), batch.rollouts, strict=True):
-            found[number, unit].append(id(one))
-    for number, group in enumerate(real):
-        for place, one in enumerate(group.rollouts):
-            expected[number, one.unit, one.unit is None and place].append(id(one))
-    assert sorted(map(sorted, found.values())) == sorted(map(sorted, expected.values()))
-    for batch in (batch for batch in batches if batch.units.max() > 0):
-        assert len(batch.rollouts) <= (limits.sequences or len(batch.rollouts))
-        assert len(batch.input_ids) <= (limits.tokens or len(batch.input_ids))

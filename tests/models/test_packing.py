@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tables import every_row
 
 from lowmem_grpo.models.packing import collate, pack, unpack
-from lowmem_grpo.types import ImageToken, Rollout, RolloutGroup, Split
+from lowmem_grpo.types import TOKEN_FIELDS, ImageToken, Rollout, RolloutGroup, Split, TokenField
 
 PAD, EOS = 0, 2
 
@@ -135,6 +135,15 @@ def test_tokens_and_sequences_are_bounded(
     groups = [group([5], list(range(3, 3 + length))) for length in lengths]
     batches = pack(groups, max_tokens, max_sequences)
     assert [batch.cu_seqlens.diff().tolist() for batch in batches] == expected
+
+
+def test_a_field_of_several_values_a_token_is_0_at_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TOKEN_FIELDS, "top", TokenField("top", "int64"))
+    top = [[1, 2], [3, 4], [5, 6]]
+    made = Rollout([20, 21, 22], [0.0] * 3, "stop", splits=[Split(1, [10, 11, 80])], fields={"top": top})
+    (batch,) = pack([RolloutGroup({}, [10, 11], [made])])
+    assert batch.fields["top"].tolist() == [[0, 0], [1, 2], [0, 0], [3, 4], [5, 6]]
+    assert unpack(batch.at_trained(batch.fields["top"]), batch)[0].tolist() == top
 
 
 def test_old_logprobs_are_all_or_nothing() -> None:

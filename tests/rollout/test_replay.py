@@ -16,6 +16,12 @@ from lowmem_grpo.types import TOKEN_FIELDS, ImageToken, Rollout, RolloutGroup, S
 ROWS = [{"prompt": f"row {index}"} for index in range(20)]
 
 
+@pytest.fixture(autouse=True)
+def rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for row in (TokenField("seen", kept=True), TokenField("made")):
+        monkeypatch.setitem(TOKEN_FIELDS, row.name, row)
+
+
 def group(row: int, *rewards: float | None, version: int = 0, logprob: float = -0.1) -> RolloutGroup:
     """A scored group, with everything that an update fills in."""
     rollouts = [
@@ -23,7 +29,8 @@ def group(row: int, *rewards: float | None, version: int = 0, logprob: float = -
             [3, 151_000 + index], [logprob, -(1 / 3) ** (index + 1)], "stop", f"text {index}", version,
             rewards={"a": reward, "b": None}, reward=reward, advantage=1.0, extras={"seen": 1},
             token_advantages=torch.ones(2), old_logprobs=torch.ones(2), ref_logprobs=torch.ones(2),
-            entropy=torch.ones(2), policy_mask=torch.ones(2, dtype=torch.bool),
+            entropy=torch.ones(2), policy_mask=torch.ones(2, dtype=torch.bool), unit=3,
+            fields={"seen": 0.5, "made": 0.25},
         )
         for index, reward in enumerate(rewards)
     ]
@@ -60,7 +67,8 @@ def test_a_replayed_group_has_what_was_sampled_and_nothing_that_an_update_filled
     marked = buffer.entries
     (replayed,) = buffer.take_groups(1, 9)
     assert (replayed.replayed, replayed.row, replayed.baseline, replayed.row_index) == (True, ROWS[4], 0.25, 4)
-    expected = Rollout([3, 151_000], [-0.1, -1 / 3], "stop", "text 0", 7, rewards={"a": 0, "b": None}, reward=0)
+    expected = Rollout([3, 151_000], [-0.1, -1 / 3], "stop", "text 0", 7, rewards={"a": 0, "b": None}, reward=0,
+                       fields={"seen": 0.5}, unit=3)
     assert replayed.rollouts[0] == expected  # every other field has its default
     replayed.rollouts[0].old_logprobs, replayed.rollouts[0].advantage = torch.ones(2), 5.0
     buffer.entries = marked  # as where an update is given up
@@ -80,24 +88,11 @@ def test_a_restored_buffer_is_the_saved_one() -> None:
     assert restored(buffer, 3).entries[0].row is ROWS[2]
     assert restored(buffer, 1).entries == ReplayBuffer(1).entries + tuple(buffer.entries[:1])
     assert not restored(buffer, 0).entries
-
-
-def test_a_field_that_is_kept_is_replayed_and_restored_and_others_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TOKEN_FIELDS, "seen", TokenField("seen", "int64", kept=True))
-    monkeypatch.setitem(TOKEN_FIELDS, "made", TokenField("made"))
-    fresh, buffer = group(1, 0, 1), ReplayBuffer(1)
-    for rollout in fresh.rollouts:
-        rollout.fields = {"seen": torch.tensor([[1, 2], [3, 4]]), "made": torch.ones(2)}
-    buffer.offer([fresh])
-    for kept in (buffer, restored(buffer, 1)):
-        (batch,) = pack(kept.take_groups(1, 1))
-        assert batch.fields["seen"].tolist() == [[0, 0], [0, 0], *[[1, 2], [3, 4]] * 2] and "made" not in batch.fields
-    buffer.offer([fresh])
-    old = buffer.state()
-    for saved in old[0]["rollouts"]:
-        del saved["fields"]  # as in checkpoints from before
-    buffer.restore(old, ROWS, ("a", "b"), 2)
-    assert not buffer.entries[0].rollouts[0].fields
+    older = buffer.state()
+    for saved in older[0]["rollouts"]:
+        del saved["fields"], saved["unit"]
+    buffer.restore(older, ROWS, ("a", "b"), 2)
+    assert [(one.fields, one.unit) for one in buffer.entries[0].rollouts] == [({}, None)] * 2
 
 
 def test_kept_groups_that_no_longer_fit_are_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -146,7 +141,8 @@ def test_a_restored_group_has_the_routes_of_its_completions_and_of_its_episodes(
 
     fresh = as_sampled(group(1, 0, 1))
     fresh.rollouts[0].routes = routes(4, 0)
-    talk = Rollout([3, 9, 4], [0.0] * 3, "stop", trained=[True, False, True], rewards={"a": 1, "b": None}, reward=1)
+    talk = Rollout([3, 9, 4], [0.0] * 3, "stop", trained=[True, False, True], rewards={"a": 1, "b": None}, reward=1,
+                   fields={"seen": 0.5})
     talk.turns = [Turn([1, 2, 1], [3], [0.0], "stop", routes=routes(3, 1)),
                   Turn([1, 2, 1, 3, 9], [4], [0.0], "stop", routes=routes(5, 2))]
     fresh.rollouts[1] = talk
