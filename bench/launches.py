@@ -37,7 +37,7 @@ from lowmem_grpo.engines.vllm.shared_linear import Product
 from lowmem_grpo.kernels import few_rows
 from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.fp8 import FP8Weight
-from lowmem_grpo.kernels.frozen import FrozenWeight
+from lowmem_grpo.kernels.frozen_weight import FrozenWeight
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.models.packing import pack

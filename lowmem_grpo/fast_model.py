@@ -25,7 +25,8 @@ from lowmem_grpo.models.lean_modules import check_tile, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import check_config, check_targets
 from lowmem_grpo.models.policy import Policy, end_ids, evaluating
-from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, linears_in_4bit, tokenizer_beside
+from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, tokenizer_beside
+from lowmem_grpo.models.quantized_linear import linears_in_4bit
 from lowmem_grpo.runs.adapter_file import PREFIX, check_for, layers_of, read_adapter, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.files import explained

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from bench.kernels.problems import FWD, FWD_BWD, Case, Forward, Problem, Provider, pair, plain, truth_of
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize, fp8_dequantize_ref, fp8_quantize
-from lowmem_grpo.kernels.frozen import QuantizedWeight, frozen_linear
+from lowmem_grpo.kernels.frozen import frozen_linear
+from lowmem_grpo.kernels.frozen_weight import FrozenWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
 
@@ -51,12 +52,12 @@ def random_fp8(case: Case) -> FP8Weight:
 class Form:
     """The functions of a quantized format: make a weight, dequantize it (also in plain torch), multiply with it."""
 
-    random: Callable[[Case], QuantizedWeight]
+    random: Callable[[Case], FrozenWeight]
     values: Callable[[Any], Tensor]
     reference: Callable[[Any], Tensor]
     linear: Callable[[Tensor, Any], Tensor]
 
-    def exact(self, weight: QuantizedWeight) -> Tensor:
+    def exact(self, weight: FrozenWeight) -> Tensor:
         """Return the values (O, I) in float64."""
         return self.reference(replace(weight, dtype=torch.float64))
 
@@ -92,7 +93,7 @@ class Form:
         ])}
 
 
-def weight_bytes(weight: QuantizedWeight) -> int:
+def weight_bytes(weight: FrozenWeight) -> int:
     """Return the bytes of the weight, all of which must be read."""
     return sum(part.nbytes for part in weight.tensors)
 

@@ -19,8 +19,7 @@ from bench.loop.phase_watch import used_bytes
 from bench.rollout.shapes import LORA_RANK, SHAPES, Shape
 from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.kernels.frozen import frozen_weight
-from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.kernels.frozen_weight import frozen_weight
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.stored_model import TINY, resolve
@@ -40,8 +39,7 @@ def tensors_of(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return parameters and buffers, with the scales of quantized ones."""
     found: list[torch.Tensor] = list(model.buffers())
     for parameter in model.parameters():
-        weight = frozen_weight(parameter)
-        found += weight.tensors if isinstance(weight, NF4Weight) else [parameter]
+        found += frozen_weight(parameter).tensors
         found += [tensor for tensor in vars(parameter).values() if torch.is_tensor(tensor)]
     return found
 

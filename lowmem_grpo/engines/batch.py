@@ -15,7 +15,7 @@ from torch import Tensor
 from lowmem_grpo.engines.decoding import StopCriteria, draw
 from lowmem_grpo.engines.generation_state import GenerationState, KeptPrefix
 from lowmem_grpo.engines.kv_cache import CacheSlice, GrowingCache, right_aligned
-from lowmem_grpo.kernels.frozen import WIDE, WideWeights
+from lowmem_grpo.kernels.frozen_weight import WIDE, WideWeights
 from lowmem_grpo.kernels.lora_factors import Kept, kept_factors
 from lowmem_grpo.models.policy import Policy, evaluating
 

@@ -22,7 +22,7 @@ from lowmem_grpo.engines.decoding import StopCriteria, budget_of, request_number
 from lowmem_grpo.engines.generation_state import GenerationState, Prefill, PrefixCache
 from lowmem_grpo.engines.token_step import TokenStep
 from lowmem_grpo.engines.vllm.sampling_weights import few_rows
-from lowmem_grpo.kernels.frozen import WideWeights
+from lowmem_grpo.kernels.frozen_weight import WideWeights
 from lowmem_grpo.memory.cards import graph_rows, prefill_piece
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.policy import Policy

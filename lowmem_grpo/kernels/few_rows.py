@@ -129,20 +129,21 @@ def finish(
     tl.store(out_ptr + m[None, :] * n_size + n[:, None], out.to(dtype), mask=n_inside[:, None] & m_inside[None, :])
 
 
-def decode_op(name: str, values: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Any:
-    """Register the operation `name`: `kernel` on a card, else plain torch with the weight that `values` dequantizes."""
+def decode_op(kind: Any, kernel: Callable[..., Tensor]) -> Any:
+    """Register the operation of a FrozenWeight class: `kernel` on a card, else plain torch with dequantized weights."""
 
     def decode_cpu(
         x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None,
         lora_b: Tensor | None, scale: float, scale_tensor: Tensor | None, bias: Tensor | None,
     ) -> Tensor:
         whole = scale if scale_tensor is None else scale + scale_tensor
-        return decode_ref(x, values(tensors, sizes, features, x.dtype), features, xa, lora_b, whole, bias)
+        values = kind.from_parts(tensors, sizes, features, x.dtype).dequantized()
+        return decode_ref(x, values, features, xa, lora_b, whole, bias)
 
     def fake(x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], *others: Any) -> Tensor:
         return x.new_empty(x.shape[0], sum(features))
 
-    return custom_op(name, decode_cpu, kernel, fake=fake)
+    return custom_op(f"{kind.kind}_decode", decode_cpu, kernel, fake=fake)
 
 
 def given_adapters(

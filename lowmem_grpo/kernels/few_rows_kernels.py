@@ -14,19 +14,11 @@ from torch import Tensor
 
 from lowmem_grpo.kernels import few_rows
 from lowmem_grpo.kernels.few_rows import VARYING, finish
-from lowmem_grpo.kernels.fp8 import FP8Weight, e4m3, fp8_dequantize_ref
-from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
-from lowmem_grpo.kernels.triton_utils import Variant, capability, tl, triton
+from lowmem_grpo.kernels.triton_utils import Variant, capability, e4m3, tl, triton
 
 STEP = 64  # columns of FP8 codes that each share of K reads at a time
 NATIVE = 89  # compute capability from which Triton has the type e4m3
-
-
-def can_decode_nf4(x: Tensor, weight: NF4Weight) -> bool:
-    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, rows of W in whole blocks of 64 or more."""
-    whole_blocks = weight.blocksize >= 64 and x.shape[1] % weight.blocksize == 0
-    return whole_blocks and few_rows.takes_rows(x, weight.out_features, "nf4")
 
 
 @triton.jit(do_not_specialize=[*VARYING, "offset_stride", "block_shift", "first_block"])
@@ -103,10 +95,6 @@ def nf4_decode_triton(
     return out
 
 
-nf4_decode_op = few_rows.decode_op(
-    "nf4_decode", lambda *parts: nf4_dequantize_ref(NF4Weight.from_parts(*parts)), nf4_decode_triton)
-
-
 def nf4_variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     choices = few_rows.launches(capability) if capability < 80 else few_rows.narrow_launches(capability)
     return [
@@ -114,12 +102,6 @@ def nf4_variants(capability: int, dtype: torch.dtype) -> list[Variant]:
                          NESTED=nested, SHUFFLE=True)
         for name, launch in choices.items() for nested in (False, True)
     ]
-
-
-def can_decode_fp8(x: Tensor, weight: FP8Weight) -> bool:
-    """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, K % 16 == 0, scales for 64 columns or more."""
-    one_scale = weight.scales.shape[1] == 1 or weight.block[1] % STEP == 0
-    return few_rows.takes_rows(x, weight.out_features, "fp8") and x.shape[1] % 16 == 0 and one_scale
 
 
 @triton.jit(do_not_specialize=[*VARYING, "chunks", "block_rows", "block_columns", "scale_columns"])
@@ -179,11 +161,6 @@ def fp8_decode_triton(
         BY_ROW=scales.shape[1] == 1, NATIVE=chip >= NATIVE, **launch.options,
     )
     return out
-
-
-fp8_decode_op = few_rows.decode_op(
-    "fp8_decode", lambda tensors, sizes, features, dtype: fp8_dequantize_ref(
-        FP8Weight(tensors[0], tensors[1], (sizes[0], sizes[1]), dtype, tuple(features))), fp8_decode_triton)
 
 
 def fp8_variants(capability: int, dtype: torch.dtype) -> list[Variant]:

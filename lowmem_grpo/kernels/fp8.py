@@ -13,13 +13,16 @@ same. A code's bits are moved into a float16 (Triton has no e4m3 below sm_89), w
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import check_tensors, custom_op
-from lowmem_grpo.kernels.nf4 import dequantized
-from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton, types_of
+from lowmem_grpo.kernels.few_rows import decode_op, takes_rows
+from lowmem_grpo.kernels.few_rows_kernels import STEP, fp8_decode_triton
+from lowmem_grpo.kernels.frozen_weight import FrozenWeight
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, e4m3, flagged, tl, triton, types_of
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # largest value
@@ -27,7 +30,7 @@ REFERENCE_ELEMENTS = 2**22  # handled at a time on the CPU; temporaries take abo
 
 
 @dataclass(frozen=True, eq=False)
-class FP8Weight:
+class FP8Weight(FrozenWeight, kind="fp8"):
     """A frozen (out, in) weight in FP8. It may be several matrices, on top of each other in memory."""
 
     codes: Tensor  # (out, in) uint8, contiguous: the bits of float8_e4m3fn
@@ -35,7 +38,6 @@ class FP8Weight:
     block: tuple[int, int]  # h, w
     dtype: torch.dtype  # the result's dtype in fp8_dequantize
     out_features: tuple[int, ...]  # rows of each matrix; their sum is out
-    row_unit = 1  # a band may begin at any row
 
     @classmethod
     def from_codes(cls, codes: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> "FP8Weight":
@@ -49,13 +51,15 @@ class FP8Weight:
                              f"got {tuple(scales.shape)}, {scales.dtype}")
         return cls(codes.view(torch.uint8), scales, block, dtype, (codes.shape[0],))
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
+    @classmethod
+    def from_parts(
+        cls, tensors: Sequence[Tensor], sizes: Sequence[int], features: Sequence[int], dtype: torch.dtype
+    ) -> "FP8Weight":
+        return cls(tensors[0], tensors[1], (sizes[0], sizes[1]), dtype, tuple(features))
 
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
+    @cached_property
+    def shape(self) -> tuple[int, int]:  # type: ignore[override]  # it is written to by nobody
+        return self.codes.shape[0], self.codes.shape[1]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -71,8 +75,13 @@ class FP8Weight:
         return self.block[1] if self.block[1] < self.shape[1] else 16
 
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
-        """Dequantize the part that begins at `row` and `column` into `out` (rows, width)."""
         fp8_dequantize_op(out, *self.tensors, *self.block, row, column)
+
+    def can_decode(self, x: Tensor) -> bool:
+        """Return whether the kernel takes x (M, K): few 16-bit rows on CUDA, K % 16 == 0, scales for 64 columns or
+        more."""
+        one_scale = self.scales.shape[1] == 1 or self.block[1] % STEP == 0
+        return takes_rows(x, self.out_features, self.kind) and x.shape[1] % 16 == 0 and one_scale
 
 
 def scales_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
@@ -139,17 +148,6 @@ def fp8_dequantize_ref(weight: FP8Weight) -> Tensor:
 
 # Each thread turns 16 bytes into 16 values at a time; blocks of 128 columns are whole in a tile.
 DEQUANTIZE = Launch({"BLOCK_R": 32, "BLOCK_C": 128}, num_warps=8, num_stages=1)
-
-
-@triton.jit
-def e4m3(code, NATIVE: tl.constexpr):
-    """Return the value of each code (uint8) in float32. With NATIVE, the card converts them itself (from sm_89 on)."""
-    if NATIVE:
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
-    magnitude = (code & 127).to(tl.uint16)
-    bits = (magnitude << 7) | ((code & 128).to(tl.uint16) << 8)
-    value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where(magnitude == 127, float("nan"), value)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "first_row", "block_rows", "scale_columns"])
@@ -219,7 +217,10 @@ def fp8_dequantize(weight: FP8Weight, out: Tensor | None = None) -> Tensor:
     """Return the weight (out, in) in its dtype, or in `out` (contiguous, any floating dtype) if it is given."""
     if not isinstance(weight, FP8Weight):
         raise ValueError(f"expected an FP8Weight, as fp8_quantize makes it; got a {type(weight).__name__}")
-    return dequantized(weight, out)
+    return weight.dequantized(out)
+
+
+FP8Weight.decode_op = decode_op(FP8Weight, fp8_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

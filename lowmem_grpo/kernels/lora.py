@@ -1,4 +1,4 @@
-"""Linear layers with LoRA on one input (q, k, v; gate, up): frozen weights, plain, NF4 or FP8, as one autograd node.
+"""Linear layers with LoRA on one input (q, k, v; gate, up): frozen weights of any kind as one autograd node.
 
     y_i = x W_i^T + scale_i (x A_i^T) B_i^T
     dx = sum_i (dy_i W_i + scale_i (dy_i B_i) A_i);  dA_i = scale_i (dy_i B_i)^T x;  dB_i = scale_i dy_i^T (x A_i^T)
@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import check_numbers, check_tensors, once_differentiable
-from lowmem_grpo.kernels.frozen import (
-    FrozenWeight,
-    check_frozen,
-    frozen_weight,
-    project,
-    project_back,
-    project_back_each,
-    project_each,
-)
+from lowmem_grpo.kernels.frozen_weight import FrozenWeight, check_frozen, frozen_weight
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
 
 
@@ -40,8 +32,8 @@ def lora_linear(
 ) -> tuple[Tensor, ...]:
     """Return the outputs (..., out_i) of several linear layers on one x (..., in), which is saved once for all of them.
 
-    A weight is a tensor (out, in) of the dtype of x, an `NF4Weight`, an `FP8Weight` or bitsandbytes' Params4bit. A
-    quantized weight of several adjacent matrices counts as several layers. A layer without LoRA has None in `loras`.
+    A weight is a tensor (out, in) of the dtype of x, a `FrozenWeight` such as `NF4Weight`, or bitsandbytes' Params4bit.
+    A quantized weight of several adjacent matrices counts as several layers. A layer without LoRA has None in `loras`.
     Weights and biases (out,) get no gradient. ValueError if shapes or dtypes do not fit.
     """
     if (isinstance(weights, Tensor) and weights.ndim < 3) or isinstance(loras, LoRA):
@@ -86,12 +78,9 @@ def forward_linears(
     """Return the outputs (N, out_i) for x (N, in), without autograd; `factors` are in the dtype of x."""
     outputs: list[Tensor] = []
     for weight in weights:
-        count = matrices(weight)
-        own_biases = [None] * count if biases is None else list(biases[len(outputs) : len(outputs) + count])
-        if count > 1 and not isinstance(weight, Tensor):
-            outputs += project_each(x, weight, own_biases)
-        else:
-            outputs.append(project(x, weight, own_biases[0]))
+        count = len(weight.out_features)
+        outputs += weight.project_each(
+            x, [None] * count if biases is None else biases[len(outputs) : len(outputs) + count])
     if factors is not None:
         factors.add_to(outputs, x)
     return outputs
@@ -114,30 +103,16 @@ def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -
     """Return sum_i dy_i W_i (N, in); None if all dy_i are None."""
     total, rest = None, iter(grads)
     for weight in weights:
-        some = [next(rest) for _ in range(matrices(weight))]
-        present = [grad for grad in some if grad is not None]
-        if not present:
-            continue
-        if total is not None and isinstance(weight, Tensor):
-            total.addmm_(present[0], weight)
-            continue
-        if len(some) > 1 and not isinstance(weight, Tensor):
-            share = project_back_each(some, weight)
-        else:
-            share = project_back(present[0], weight)
-        total = share if total is None else total.add_(share)
+        some = [next(rest) for _ in weight.out_features]
+        if any(grad is not None for grad in some):
+            total = weight.project_back(some, total)
     return total
-
-
-def matrices(weight: FrozenWeight) -> int:
-    return 1 if isinstance(weight, Tensor) else len(weight.out_features)
 
 
 def shapes_of(weights: Sequence[FrozenWeight]) -> Iterator[tuple[tuple[int, int], torch.dtype]]:
     """Yield (out_i, in) and dtype of each layer's weight."""
     for weight in weights:
-        rows = weight.shape[:1] if isinstance(weight, Tensor) else weight.out_features
-        yield from (((size, weight.shape[1]), weight.dtype) for size in rows)
+        yield from (((size, weight.shape[1]), weight.dtype) for size in weight.out_features)
 
 
 def as_given(grads: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

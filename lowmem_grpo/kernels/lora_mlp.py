@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels import lora
 from lowmem_grpo.kernels.custom_op import once_differentiable
-from lowmem_grpo.kernels.frozen import FrozenWeight, frozen_weight
+from lowmem_grpo.kernels.frozen_weight import FrozenWeight, frozen_weight
 from lowmem_grpo.kernels.glu import APPROXIMATE, activate_ref, glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
 
@@ -42,12 +42,12 @@ def lora_mlp(
 ) -> Tensor:
     """Return y (..., out) for x (..., in).
 
-    gate, up (F, in) and down (out, F) are frozen: tensors of the dtype of x, `NF4Weight`, `FP8Weight` or bitsandbytes'
-    Params4bit. With `up=None`, `gate` has both: as one matrix (2 F, in), gate's rows first, with one LoRA (as in
-    Phi-3), or as a quantized weight of two adjacent matrices, gate and up, each with its own LoRA. activation: "silu",
-    "gelu_tanh" or "gelu". With `tile_rows` (at least 1; out = in) rows are computed in tiles of that size, and the
-    backward pass computes the two projections' outputs again. Without it, these outputs are saved, and the backward
-    pass overwrites them, so that a second one raises RuntimeError.
+    gate, up (F, in) and down (out, F) are frozen weights as in `lora_linear`. With `up=None`, `gate` has both: as one
+    matrix (2 F, in), gate's rows first, with one LoRA (as in Phi-3), or as a quantized weight of two adjacent matrices,
+    gate and up, each with its own LoRA. activation: "silu", "gelu_tanh" or "gelu". With `tile_rows` (at least 1; out =
+    in) rows are computed in tiles of that size, and the backward pass computes the two projections' outputs again.
+    Without it, these outputs are saved, and the backward pass overwrites them, so that a second one raises
+    RuntimeError.
     """
     inner = [frozen_weight(weight) for weight in ((gate,) if up is None else (gate, up))]
     both = len(list(lora.shapes_of(inner))) == 1

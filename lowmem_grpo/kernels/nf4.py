@@ -20,6 +20,10 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import custom_op
+from lowmem_grpo.kernels.few_rows import decode_op, takes_rows
+from lowmem_grpo.kernels.few_rows_kernels import nf4_decode_triton
+from lowmem_grpo.kernels.frozen_weight import FrozenWeight
+from lowmem_grpo.kernels.nf4_grouped import can_group, nf4_grouped
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
@@ -28,7 +32,7 @@ REFERENCE_ELEMENTS = 2**22  # dequantized at a time on the CPU; temporaries take
 
 
 @dataclass(frozen=True, eq=False)
-class NF4Weight:
+class NF4Weight(FrozenWeight, kind="nf4"):
     """A frozen (out, in) weight in 4 bits. If `adjacent` made it, it is several matrices on top of each other."""
 
     packed: Tensor  # (ceil(out * in / 2),) uint8
@@ -43,6 +47,7 @@ class NF4Weight:
     offset: Tensor | None = None  # () or (nested blocks,) float32
     nested_blocksize: int = 256
     first_block: int = 0  # in a band of rows: blocks before it in its first nested block
+    grouped = nf4_grouped
 
     @classmethod
     def from_bitsandbytes(cls, param: Any) -> "NF4Weight":
@@ -91,15 +96,10 @@ class NF4Weight:
     def from_parts(
         cls, tensors: Sequence[Tensor], sizes: Sequence[int], features: Sequence[int], dtype: torch.dtype
     ) -> "NF4Weight":
-        """Return the weight from its `tensors` and `sizes`; `features` holds the rows of each matrix."""
         (packed, absmax, code, *nested), (columns, blocksize, nested_blocksize, first_block) = tensors, sizes
         nested_code, nested_absmax, offset = nested or (None, None, None)
         return cls(packed, absmax, code, (sum(features), columns), blocksize, dtype, tuple(features), nested_code,
                    nested_absmax, offset, nested_blocksize, first_block)
-
-    @property
-    def device(self) -> torch.device:
-        return self.packed.device
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -122,9 +122,19 @@ class NF4Weight:
         return self.blocksize if self.shape[1] % self.blocksize == 0 else max(self.shape[1], 1)
 
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
-        """Dequantize the part from `row` and `column` on (multiples of the units) into `out` (rows, width)."""
         part = self if row == 0 and out.shape[0] == self.shape[0] else self.rows(row, row + out.shape[0])
         nf4_dequantize_op(out, part.tensors, part.sizes, column)
+
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether each row has whole blocks of 64 weights or more."""
+        return self.blocksize >= 64 and self.shape[1] % self.blocksize == 0
+
+    def can_decode(self, x: Tensor) -> bool:
+        return self.whole_blocks and takes_rows(x, self.out_features, self.kind)
+
+    def can_group(self, x: Tensor) -> bool:
+        return self.whole_blocks and can_group(x)
 
     def part(self, name: str) -> Tensor:
         """Return a tensor of this weight by name; the offset is expanded to one for each nested block."""
@@ -243,22 +253,12 @@ def nf4_dequantize_triton(out: Tensor, tensors: list[Tensor], sizes: list[int], 
 nf4_dequantize_op = custom_op("nf4_dequantize", nf4_dequantize_cpu, nf4_dequantize_triton, mutates=("out",))
 
 
-def dequantized(weight: Any, out: Tensor | None) -> Tensor:
-    """Return the values (out, in) of a weight in NF4 or FP8, in `out` if it is set; ValueError if `out` does not
-    fit."""
-    if out is None:
-        out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-    fits = out.shape == weight.shape and out.is_contiguous() and out.is_floating_point()
-    if not fits or out.device != weight.device:
-        raise ValueError(f"expected out {weight.shape}, contiguous, floating, on {weight.device}; got "
-                         f"{tuple(out.shape)}, strides {out.stride()}, {out.dtype} on {out.device}")
-    weight.fill(out)
-    return out
-
-
 def nf4_dequantize(weight: Any, out: Tensor | None = None) -> Tensor:
     """Return an NF4Weight or Params4bit as values (out, in) in its dtype, or in `out` (contiguous, any float dtype)."""
-    return dequantized(weight if isinstance(weight, NF4Weight) else NF4Weight.from_bitsandbytes(weight), out)
+    return (weight if isinstance(weight, NF4Weight) else NF4Weight.from_bitsandbytes(weight)).dequantized(out)
+
+
+NF4Weight.decode_op = decode_op(NF4Weight, nf4_decode_triton)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.frozen import FrozenStack
-from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.kernels.frozen_weight import FrozenWeight
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
 from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, capability, tl, triton, types_of
 
@@ -48,15 +47,10 @@ def block_rows(places: int, experts: int) -> int:
     return 64 if places >= 32 * experts else 16
 
 
-def can_group(x: Tensor, stack: FrozenStack) -> bool:
-    """Return whether the kernels can multiply rows x with this stack: on CUDA from sm_80 on, by NF4 weights whose
-    blocks lie within rows. Before sm_80 Triton uses no tensor cores, and the tiles do not fit in registers."""
-    return x.is_cuda and x.dtype in TRITON_TYPES and whole_blocks(stack) and capability(x.device) >= 80
-
-
-def whole_blocks(stack: FrozenStack) -> bool:
-    weight = stack.weight
-    return isinstance(weight, NF4Weight) and weight.blocksize >= 64 and weight.shape[1] % weight.blocksize == 0
+def can_group(x: Tensor) -> bool:
+    """Return whether the kernels can multiply rows x: on CUDA from sm_80 on. Before sm_80 Triton uses no tensor cores,
+    and the tiles do not fit in registers."""
+    return x.is_cuda and x.dtype in TRITON_TYPES and capability(x.device) >= 80
 
 
 def grouped_launch(block: int) -> Launch:
@@ -171,23 +165,22 @@ def nf4_grouped_bwd_kernel(
 
 
 def nf4_grouped(
-    x: Tensor, stack: FrozenStack, places: Places, places_a_row: int = 1, scale: Tensor | None = None,
-    back: bool = False,
+    weight: FrozenWeight, x: Tensor, experts: int, places: Places, places_a_row: int = 1,
+    scale: Tensor | None = None, back: bool = False,
 ) -> Tensor:
     """Return the products at all S places, in the dtype of x and without autograd: (S, O) for x (S / places_a_row, K),
     or with `back` (S, K) for x (S / places_a_row, O). scale (S,) is float32."""
-    weight, (experts, rows, columns) = stack.weight, stack.shape
-    assert isinstance(weight, NF4Weight)
+    rows, columns, tensors = weight.shape[0] // experts, weight.shape[1], weight.tensors
     out = x.new_empty(len(places.order), columns if back else rows)
     launch = grouped_launch(places.block)
     width = 2 * BYTES if back else launch.constexprs["BLOCK_N"]
-    pointers, numbers = weight_arguments(weight.tensors, weight.sizes)
+    pointers, numbers = weight_arguments(tensors, weight.sizes)
     kernel = nf4_grouped_bwd_kernel if back else nf4_grouped_fwd_kernel
     if out.numel():
         kernel[(places.most, triton.cdiv(out.shape[1], width))](
             out, x.contiguous(), x if scale is None else scale.contiguous(), places.order, places.ends, places.tiles,
             *pointers, places_a_row, rows, columns // 2, experts, *numbers, BYTES=BYTES, STEPS=steps_of(experts),
-            SCALED=scale is not None, NESTED=weight.nested_code is not None, SHUFFLE=x.is_cuda, **launch.options,
+            SCALED=scale is not None, NESTED=len(tensors) > 3, SHUFFLE=x.is_cuda, **launch.options,
         )
     return out
 

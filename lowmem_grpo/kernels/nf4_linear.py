@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import check_numbers, check_tensors, once_differentiable
-from lowmem_grpo.kernels.frozen import can_decode, decode, project, project_back
+from lowmem_grpo.kernels.frozen_weight import can_decode, decode
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 
 
@@ -94,7 +94,7 @@ class NF4LinearFunction(torch.autograd.Function):
             if can_decode(x, weight):
                 y = decode(x, weight, xa, lora_b, scale, bias)
             else:
-                y = project(x, weight, bias)
+                y = weight.project(x, bias)
                 if xa is not None:
                     low = xa * scale
                     for rows, part in adapter_parts(weight, lora_b.shape[1]):
@@ -111,7 +111,7 @@ class NF4LinearFunction(torch.autograd.Function):
         scale = ctx.scale if scale is None else scale
         needs_x, _, needs_a, needs_b, _, needs_bias = ctx.needs_input_grad
         with torch.autocast(grad.device.type, enabled=False):
-            grad_x, grad_a = project_back(grad, ctx.weight) if needs_x else None, None
+            grad_x, grad_a = ctx.weight.project_back([grad]) if needs_x else None, None
             if lora_b is not None:
                 parts = [grad[:, rows] @ lora_b[rows] for rows, _ in adapter_parts(ctx.weight, 0)]
                 grad_xa = torch.cat(parts, 1) * scale

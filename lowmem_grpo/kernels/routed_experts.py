@@ -14,6 +14,7 @@ saved, before y is computed, as in `lora_mlp.py`.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,7 @@ from torch import Tensor
 from lowmem_grpo.kernels.custom_op import check_tensors, custom_op, once_differentiable
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
-from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
-from lowmem_grpo.kernels.nf4_grouped import Places, can_group, nf4_grouped
+from lowmem_grpo.kernels.nf4_grouped import Places
 
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # per expert, on average: one large tile each (not measured yet)
@@ -34,16 +34,11 @@ def routed_experts_ref(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenS
     y = torch.zeros(x.shape, dtype=wide, device=x.device)
     for number in range(gate_up.experts):
         rows, places = torch.where(ids == number)
-        inner, outer = (dequantized(stack, number, x.dtype) for stack in (gate_up, down))
+        inner, outer = (stack.expert(number).dequantized().to(x.dtype) for stack in (gate_up, down))
         gate, up = (x[rows] @ inner.T).chunk(2, -1)
         part = (torch.nn.functional.silu(gate) * up) @ outer.T
         y = y.index_add(0, rows, part.to(wide) * weights[rows, places, None].to(wide))
     return y.to(x.dtype)
-
-
-def dequantized(stack: FrozenStack, number: int, dtype: torch.dtype) -> Tensor:
-    part = stack.expert(number)
-    return nf4_dequantize_ref(part).to(dtype) if isinstance(part, NF4Weight) else part.to(dtype)
 
 
 def routed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
@@ -110,16 +105,17 @@ class RoutedForward(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def flat(gate_up: FrozenStack, down: FrozenStack) -> tuple[list[Tensor], list[int], list[Tensor], list[int]]:
-    return gate_up.tensors, gate_up.sizes, down.tensors, down.sizes
+def flat(gate_up: FrozenStack, down: FrozenStack) -> tuple[Any, ...]:
+    return *gate_up.parts, *down.parts
 
 
 def routed_forward(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int], down: list[Tensor],
-    down_sizes: list[int],
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up_kind: str, gate_up: list[Tensor], gate_up_sizes: list[int],
+    down_kind: str, down: list[Tensor], down_sizes: list[int],
 ) -> Tensor:
     """Return y (T, D) in the dtype of x."""
-    stacks = FrozenStack.from_parts(gate_up, gate_up_sizes, x.dtype), FrozenStack.from_parts(down, down_sizes, x.dtype)
+    stacks = (FrozenStack.from_parts(gate_up_kind, gate_up, gate_up_sizes, x.dtype),
+              FrozenStack.from_parts(down_kind, down, down_sizes, x.dtype))
     if takes(x, ids, *stacks):
         return grouped_forward(x, ids, weights, *stacks)
     y = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
@@ -131,11 +127,12 @@ def routed_forward(
 
 
 def routed_backward(
-    grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: list[Tensor], gate_up_sizes: list[int],
-    down: list[Tensor], down_sizes: list[int],
+    grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up_kind: str, gate_up: list[Tensor],
+    gate_up_sizes: list[int], down_kind: str, down: list[Tensor], down_sizes: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Return dx (T, D) and dw (T, k), in the dtypes of x and weights, for the gradient `grad` of y (T, D)."""
-    stacks = FrozenStack.from_parts(gate_up, gate_up_sizes, x.dtype), FrozenStack.from_parts(down, down_sizes, x.dtype)
+    stacks = (FrozenStack.from_parts(gate_up_kind, gate_up, gate_up_sizes, x.dtype),
+              FrozenStack.from_parts(down_kind, down, down_sizes, x.dtype))
     if takes(x, ids, *stacks):
         return grouped_backward(grad, x, ids, weights, *stacks)
     grad_x = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
@@ -152,14 +149,14 @@ def routed_backward(
 
 def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
     few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
-    return few and can_group(x, gate_up) and can_group(x, down)
+    return few and gate_up.weight.can_group(x) and down.weight.can_group(x)
 
 
 def grouped_forward(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
     """Return y (T, D) through the grouped kernels."""
     places = Places.from_ids(ids.flatten(), gate_up.experts)
-    both = nf4_grouped(x, gate_up, places, ids.shape[1])
-    parts = nf4_grouped(glu_forward(*halves(both), "silu"), down, places, scale=weights.flatten())
+    both = gate_up.weight.grouped(x, gate_up.experts, places, ids.shape[1])
+    parts = down.weight.grouped(glu_forward(*halves(both), "silu"), down.experts, places, scale=weights.flatten())
     return parts.view(*ids.shape, -1).sum(1)
 
 
@@ -168,12 +165,12 @@ def grouped_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return (dx (T, D), dw (T, k)) through the grouped kernels."""
     places = Places.from_ids(ids.flatten(), gate_up.experts)
-    both = nf4_grouped(x, gate_up, places, ids.shape[1])
-    back = nf4_grouped(grad, down, places, ids.shape[1], back=True).to(weights.dtype)
+    both = gate_up.weight.grouped(x, gate_up.experts, places, ids.shape[1])
+    back = down.weight.grouped(grad, down.experts, places, ids.shape[1], back=True).to(weights.dtype)
     product = (back * weights.flatten()[:, None]).to(x.dtype)
     glu_backward(product, *halves(both), "silu")  # both: gradients of gate and up now; product: silu(gate) * up
     grad_weights = back.mul_(product).sum(1).view(ids.shape)
-    return nf4_grouped(both, gate_up, places, back=True).view(*ids.shape, -1).sum(1), grad_weights
+    return gate_up.weight.grouped(both, gate_up.experts, places, back=True).view(*ids.shape, -1).sum(1), grad_weights
 
 
 def by_expert(
@@ -187,7 +184,7 @@ def by_expert(
     start = 0
     for number, count in enumerate(counts.tolist()):
         if count:
-            weights = gate_up.fill(inner, number), down.fill(outer, number)
+            weights = gate_up.expert(number).filled(inner), down.expert(number).filled(outer)
             for places in order[start : start + count].split(PIECE):
                 yield places // ids.shape[1], places, *weights
         start += count

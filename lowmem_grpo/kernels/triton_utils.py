@@ -94,3 +94,14 @@ def next_power_of_2(n: int) -> int:
 def read(row_ptr, columns, inside):
     """Load a tile in float32, with 0 outside."""
     return tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def e4m3(code, NATIVE: tl.constexpr):
+    """Return the value of each code (uint8) in float32. With NATIVE, the card converts them itself (from sm_89 on)."""
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
+    magnitude = (code & 127).to(tl.uint16)
+    bits = (magnitude << 7) | ((code & 128).to(tl.uint16) << 8)
+    value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where(magnitude == 127, float("nan"), value)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_grpo.kernels.frozen import FrozenStack
-from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.kernels.frozen_weight import frozen_weight
 from lowmem_grpo.kernels.routed_experts import routed_experts
 from lowmem_grpo.memory.families import family_of
 
@@ -35,9 +35,7 @@ class ExpertStack(nn.Module):
     @property
     def frozen(self) -> FrozenStack:
         """The weights in the form that the kernels take, without a copy."""
-        weight: Any = self.weight
-        held = NF4Weight.from_bitsandbytes(weight) if getattr(weight, "quant_state", None) else weight.detach()
-        return FrozenStack(held, self.experts)
+        return FrozenStack(frozen_weight(self.weight), self.experts)
 
 
 class ExpertLayer(nn.Module):

@@ -7,7 +7,7 @@ while it is read. In an FP8 checkpoint, layers stored in FP8 stay so, whatever t
 """
 
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lowmem_grpo.kernels.fp8 import E4M3, FP8Weight, fp8_quantize, scales_shape
-from lowmem_grpo.kernels.frozen import frozen_linear
-from lowmem_grpo.memory.layer_forms import FP8_BLOCK
+from lowmem_grpo.kernels.fp8 import E4M3, FP8Weight, adjacent_fp8, fp8_quantize, scales_shape
+from lowmem_grpo.memory.layer_forms import FP8, FP8_BLOCK
+from lowmem_grpo.models.quantized_linear import QuantizedLinear
 from lowmem_grpo.models.stored_model import block_of, quantization_of, text_name
 
 NAME = "lowmem_grpo_fp8"  # the quantizer's name
@@ -39,13 +39,12 @@ PLAIN_WAY = "Take the model's checkpoint in 16 bits, and load it with load_in_fp
 logger = logging.getLogger(__name__)
 
 
-class FP8Linear(nn.Linear):
+class FP8Linear(QuantizedLinear):
     """A linear layer whose `weight` (out, in) uint8 holds e4m3 codes; `weight_scale` has one float32 per (h, w) block.
-    `compute_dtype` is the dtype of matmuls; setting it changes no stored number. `module.to(dtype)` rounds the scales,
-    and the next product raises ValueError."""
+    `module.to(dtype)` rounds the scales, and the next product raises ValueError."""
 
+    kind = FP8
     weight_scale: Tensor
-    bias: nn.Parameter | None  # type: ignore[assignment]  # torch declares it as never None
 
     def __init__(self, in_features: int, out_features: int, bias: bool, block: tuple[int, int], dtype: torch.dtype,
                  stored: torch.dtype = torch.uint8) -> None:
@@ -58,17 +57,21 @@ class FP8Linear(nn.Linear):
 
     @property
     def frozen(self) -> FP8Weight:
-        """The weight as the kernels take it; ValueError if codes or scales were cast to another dtype."""
         return FP8Weight.from_codes(self.weight.detach(), self.weight_scale, self.block, self.compute_dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (..., in) to (..., out), in the dtype of x, or in autocast's dtype if autocast is on."""
-        device = x.device.type
-        mixed = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if mixed else self.compute_dtype
-        bias = self.bias if self.bias is None else self.bias.to(dtype)
-        y = frozen_linear(x.to(dtype), self.frozen, bias)
-        return y if mixed else y.to(x.dtype)
+    def parts(self) -> tuple[Any, ...]:
+        return self.weight, self.weight_scale, self.block, self.compute_dtype
+
+    @classmethod
+    def fuse(cls, layers: Sequence[Any]) -> None:
+        """Put the codes of layers in one buffer and their scales in another. ValueError if they do not match."""
+        weights = [layer.frozen for layer in layers]
+        codes, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scales"))
+        adjacent_fp8(weights, codes, scales)  # only to check
+        parts = zip(codes.split([len(weight.codes) for weight in weights]),
+                    scales.split([len(weight.scales) for weight in weights]), strict=True)
+        for layer, (rows, theirs) in zip(layers, parts, strict=True):
+            layer.weight.data, layer.weight_scale = rows, theirs
 
 
 def fp8_linears(model: nn.Module) -> Iterator[FP8Linear]:

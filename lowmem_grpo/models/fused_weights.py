@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_grpo.kernels.fp8 import FP8Weight, adjacent_fp8
-from lowmem_grpo.kernels.frozen import FrozenWeight
+from lowmem_grpo.kernels.frozen_weight import FrozenWeight, PlainWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight, check_adjacent
 from lowmem_grpo.memory.families import DELTA_IN, GATE_UP, SPLIT
 from lowmem_grpo.memory.offload.activations import storage_id
-from lowmem_grpo.models.fp8_layers import FP8Linear
+from lowmem_grpo.models.quantized_linear import QuantizedLinear
 
 GROUPS = (SPLIT, GATE_UP, DELTA_IN)
 
@@ -27,8 +27,8 @@ def fuse_weights(model: nn.Module) -> list[str]:
     left = []
     for path, modules in groups_of(model):
         try:
-            if all(isinstance(module, FP8Linear) for module in modules):
-                fuse_fp8(modules)
+            if all(isinstance(module, QuantizedLinear) for module in modules):
+                modules[0].fuse(modules)
             else:
                 fuse([module.weight for module in modules])
         except ValueError as error:
@@ -61,17 +61,6 @@ def fuse(params: list[Any]) -> None:
         param.data = view
 
 
-def fuse_fp8(modules: list[FP8Linear]) -> None:
-    """Fuse FP8 layers: put their codes in one buffer and their scales in another. ValueError if they do not match."""
-    weights = [module.frozen for module in modules]
-    codes, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("codes", "scales"))
-    adjacent_fp8(weights, codes, scales)  # only to check
-    parts = zip(codes.split([len(weight.codes) for weight in weights]),
-                scales.split([len(weight.scales) for weight in weights]), strict=True)
-    for module, (rows, theirs) in zip(modules, parts, strict=True):
-        module.weight.data, module.weight_scale = rows, theirs
-
-
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return tensors (n_i, ...) as one (sum of n_i, ...) view of their storage; None if they are not adjacent in it."""
     first = tensors[0].detach()
@@ -91,12 +80,9 @@ def alike(tensor: Tensor, other: Tensor) -> bool:
     return same and tensor.dtype == other.dtype and tensor.shape[1:] == other.shape[1:]
 
 
-def joined_weights(weights: Sequence[FrozenWeight]) -> FrozenWeight | None:
-    """Return several weights as one without a copy; None if they are not adjacent in memory."""
-    kinds: dict[Any, Callable[..., FrozenWeight | None]] = {
-        Tensor: joined, NF4Weight: joined_nf4, FP8Weight: joined_fp8}
-    join = next((join for kind, join in kinds.items() if all(isinstance(weight, kind) for weight in weights)), None)
-    return None if join is None else join(weights)
+def joined_plain(weights: Sequence[PlainWeight]) -> PlainWeight | None:
+    whole = joined([weight.tensor for weight in weights])
+    return None if whole is None else PlainWeight(whole)
 
 
 def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
@@ -137,3 +123,14 @@ def joined_offsets(weights: Sequence[NF4Weight]) -> Tensor | None:
         place += count
     room = first.untyped_storage().nbytes() // first.element_size()
     return first.as_strided((sum(counts),), (1,)) if last <= room else None
+
+
+JOINS: dict[str, Callable[..., FrozenWeight | None]] = {  # by kind; weights of other kinds are not joined
+    "plain": joined_plain, "nf4": joined_nf4, "fp8": joined_fp8}
+
+
+def joined_weights(weights: Sequence[FrozenWeight]) -> FrozenWeight | None:
+    """Return several weights as one without a copy; None if they are not adjacent in memory."""
+    kinds = {weight.kind for weight in weights}
+    join = JOINS.get(kinds.pop()) if len(kinds) == 1 else None
+    return None if join is None else join(weights)

@@ -6,6 +6,7 @@ dropout in training, several active adapters, variants of LoRA, merged weights.
 """
 
 from collections.abc import Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -13,18 +14,19 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear, Linear4bit, LoraLayer
 from torch import Tensor, nn
 
-from lowmem_grpo.kernels.frozen import FrozenWeight, frozen_weight
+from lowmem_grpo.kernels.frozen_weight import FrozenWeight, frozen_weight, kept_weight
 from lowmem_grpo.kernels.lora import lora_linear
 from lowmem_grpo.kernels.lora_factors import KEPT, LoRA, held
-from lowmem_grpo.models.fp8_layers import FP8Linear
 from lowmem_grpo.models.fused_weights import joined_weights
+from lowmem_grpo.models.quantized_linear import QuantizedLinear, quantized_linears
 
 
 def use_kernel_layers(config: LoraConfig, model: nn.Module) -> None:
-    """Make PEFT create our LoRA layers for the model's linear layers: plain, in NF4 and in FP8."""
+    """Make PEFT create our LoRA layers for the model's linear layers, plain and quantized."""
     kinds: dict[type[nn.Module], type[nn.Module]] = {
         type(module): KernelLinear4bit for module in model.modules() if is_nf4(module)}
-    kinds |= {FP8Linear: KernelLinearFP8, nn.Linear: KernelLinear}
+    kinds |= {type(module): KernelLinearQuantized for module in quantized_linears(model)}
+    kinds[nn.Linear] = KernelLinear
     # PEFT's guide to custom models describes this call; a test fails if it goes away. The types are exact because the
     # first match counts and bitsandbytes' layers are subclasses of nn.Linear.
     config._register_custom_module(kinds)
@@ -38,7 +40,7 @@ class OneNode:
         if loras is None:
             result: Tensor = super().forward(x, *args, **kwargs)  # type: ignore[misc]
             return result
-        (y,) = lora_linear(x, [held_weight(self.base_layer)], loras, [self.base_layer.bias])
+        (y,) = lora_linear(x, [known_weight(self.base_layer)], loras, [self.base_layer.bias])
         return y
 
 
@@ -46,13 +48,15 @@ class KernelLinear(OneNode, Linear):
     """A LoRA layer on weights in 16 or 32 bits."""
 
 
-class KernelLinearFP8(OneNode, Linear):
-    """A LoRA layer on weights in FP8."""
+class KernelLinearQuantized(OneNode, Linear):
+    """A LoRA layer on a `QuantizedLinear`."""
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Raise ValueError: FP8 weights are not merged in place."""
-        raise ValueError("an adapter is not merged into weights in FP8, which would round most of its update away. "
-                         'Save the merged model in 16 bits: save_pretrained_merged(folder, tokenizer, "merged_16bit")')
+        """Raise ValueError: quantized weights are not merged in place."""
+        base: Any = self.base_layer
+        raise ValueError(f"an adapter is not merged into weights in {base.kind.upper()}, which would round most of its "
+                         "update away. Save the merged model in 16 bits: save_pretrained_merged(folder, tokenizer, "
+                         '"merged_16bit")')
 
 
 class KernelLinear4bit(OneNode, Linear4bit):
@@ -63,17 +67,16 @@ class JoinedWeights:
     """A cache of the weights of layers that share an input, joined if they are quantized and adjacent."""
 
     def __init__(self) -> None:
-        self.parts: list[Any] = []
+        self.weights: list[FrozenWeight] = []
         self.found: list[FrozenWeight] = []
 
     def join(self, layers: Sequence[Any]) -> list[FrozenWeight]:
         """Return one weight per layer, or a single one if the layers' weights are quantized and adjacent."""
-        parts = [part for layer in layers for part in parts_of(base_of(layer))]
-        if len(parts) != len(self.parts) or any(part is not old for part, old in zip(parts, self.parts, strict=True)):
-            weights = [held_weight(base_of(layer)) for layer in layers]
-            quantized = len(weights) > 1 and not any(isinstance(weight, Tensor) for weight in weights)
+        weights = [known_weight(base_of(layer)) for layer in layers]
+        if len(weights) != len(self.weights) or any(map(is_not, weights, self.weights)):
+            quantized = len(weights) > 1 and all(weight.quantized for weight in weights)
             whole = joined_weights(weights) if quantized else None
-            self.parts, self.found = parts, weights if whole is None else [whole]
+            self.weights, self.found = weights, weights if whole is None else [whole]
         return self.found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "JoinedWeights":
@@ -81,17 +84,21 @@ class JoinedWeights:
 
 
 def parts_of(base: Any) -> tuple[Any, ...]:
-    """Return the objects that identify a layer's weight: moving, replacing or quantizing it replaces one of them."""
-    weight = base.weight
-    if isinstance(base, FP8Linear):
-        return weight, base.weight_scale, base.compute_dtype
-    state = getattr(weight, "quant_state", None)
-    return (weight,) if state is None else (weight, state, state.absmax, state.dtype)
+    """Return the objects that make up a layer's weight: moving, replacing or quantizing it replaces one of them."""
+    if isinstance(base, QuantizedLinear):
+        return base.parts()
+    weight, state = base.weight, getattr(base.weight, "quant_state", None)
+    return (weight, weight.dtype) if state is None else (weight, state, state.absmax, state.dtype)
 
 
 def held_weight(base: Any) -> FrozenWeight:
-    """Return the frozen weight of a linear layer in the form that the kernels take."""
-    return base.frozen if isinstance(base, FP8Linear) else frozen_weight(base.weight)
+    """Return the frozen weight of a linear layer as the kernels take it."""
+    return base.frozen if isinstance(base, QuantizedLinear) else frozen_weight(base.weight)
+
+
+def known_weight(base: Any) -> FrozenWeight:
+    """Return `held_weight(base)`, the same object until the layer's weight is moved, replaced or quantized."""
+    return kept_weight(base, parts_of(base), lambda: held_weight(base))
 
 
 def one_node(x: Tensor, layers: Sequence[Any], weights: JoinedWeights) -> Sequence[Tensor]:
@@ -131,7 +138,7 @@ def is_nf4(module: Any) -> bool:
 def computes(layer: nn.Module, x: Tensor) -> bool:
     """Return whether our kernel covers the layer for x: a plain linear layer, or one wrapped by a plain `OneNode`."""
     base = base_of(layer)
-    if isinstance(base, FP8Linear):
+    if isinstance(base, QuantizedLinear):
         dtype = base.compute_dtype
     else:
         dtype = base.weight.quant_state.dtype if is_nf4(base) else base.weight.dtype

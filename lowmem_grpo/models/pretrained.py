@@ -36,9 +36,10 @@ from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.chat_ids import with_ids
 from lowmem_grpo.models.expert_loading import ExpertsNF4Config
 from lowmem_grpo.models.experts import use_routed_blocks
-from lowmem_grpo.models.fp8_layers import SCALE, fp8_linears, keep_stored, to_quantize
+from lowmem_grpo.models.fp8_layers import SCALE, keep_stored, to_quantize
 from lowmem_grpo.models.gguf_file import gguf_config, gguf_tensors
 from lowmem_grpo.models.hub import first_line
+from lowmem_grpo.models.quantized_linear import form_of, linears_in_4bit, quantized_linears
 from lowmem_grpo.models.stored_model import say_other_weights, stored_form, text_names, text_part
 from lowmem_grpo.utils import BOTH, is_gguf
 
@@ -259,19 +260,15 @@ def nf4(dtype: torch.dtype, kind: type[BitsAndBytesConfig] = BitsAndBytesConfig)
     )
 
 
-def linears_in_4bit(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if getattr(getattr(module, "weight", None), "quant_state", None))
-
-
 def is_quantized(model: nn.Module) -> bool:
-    return any(linears_in_4bit(model)) or any(fp8_linears(model))
+    return form_of(model) != BITS_16
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Make quantized weights compute in `dtype`; the stored numbers do not change."""
     for module in linears_in_4bit(model):
         module.compute_dtype = module.weight.quant_state.dtype = dtype
-    for layer in fp8_linears(model):
+    for layer in quantized_linears(model):
         layer.compute_dtype = dtype
 
 

@@ -19,15 +19,13 @@ from lowmem_grpo.kernels import few_rows
 from lowmem_grpo.kernels.few_rows import decode_launch, decode_ref, narrow_launch, taken_rows
 from lowmem_grpo.kernels.few_rows_kernels import (
     STEP,
-    fp8_decode_op,
     fp8_decode_triton,
     fp8_variants,
-    nf4_decode_op,
     nf4_decode_triton,
     nf4_variants,
 )
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize_ref, scales_shape
-from lowmem_grpo.kernels.frozen import QuantizedWeight, can_decode, decode, project, project_each
+from lowmem_grpo.kernels.frozen_weight import FrozenWeight, can_decode, decode
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.triton_utils import SHARED_MEMORY
 
@@ -51,7 +49,7 @@ def problem(
             "bias": random(sum(features))}
 
 
-def weight_of(features: tuple[int, ...], columns: int, kind: str, dtype: torch.dtype, device: str) -> QuantizedWeight:
+def weight_of(features: tuple[int, ...], columns: int, kind: str, dtype: torch.dtype, device: str) -> FrozenWeight:
     if kind in NF4:
         params = [quantized(size, columns, dtype, kind == "nested", device) for size in features]
         return NF4Weight.adjacent(params) if len(params) > 1 else NF4Weight.from_bitsandbytes(params[0])
@@ -83,7 +81,7 @@ def by_reference(arguments: dict[str, Any], dtype: torch.dtype) -> Tensor:
     return decode_ref(wide.pop("x"), dense, weight.out_features, **wide)
 
 
-def in_triton(x: Tensor, weight: QuantizedWeight, xa: Tensor | None = None, lora_b: Tensor | None = None,
+def in_triton(x: Tensor, weight: FrozenWeight, xa: Tensor | None = None, lora_b: Tensor | None = None,
               scale: float | Tensor = 1.0, bias: Tensor | None = None) -> Tensor:
     """What the kernel computes."""
     launch: Any = nf4_decode_triton if isinstance(weight, NF4Weight) else fp8_decode_triton
@@ -146,7 +144,7 @@ def test_weights_are_rounded_to_16_bits_as_training_rounds_them(device: str, dty
         arguments = problem(9, (70,), 144, kind, dtype=dtype, device=device)
         weight = arguments["weight"]
         eye = torch.eye(9, 144, dtype=dtype, device=device)
-        columns = project(torch.eye(144, dtype=dtype), on_cpu(weight))[:9].to(device)
+        columns = on_cpu(weight).project(torch.eye(144, dtype=dtype))[:9].to(device)
         assert torch.equal(in_triton(eye, weight), columns), kind
         assert_no_worse(arguments)
 
@@ -163,7 +161,7 @@ def test_zero_and_extreme_scales_and_every_code_keep_their_values(
     codes[:, [127, 255]] = 0
     weight = FP8Weight.from_codes(codes, scales, (1, 256), torch.float32)
     x = torch.eye(64, 256)
-    assert torch.equal(in_triton(x, weight), project(x, weight))
+    assert torch.equal(in_triton(x, weight), weight.project(x))
     if capability == 80:  # the interpreter's own conversion knows no NaN
         spoilt = replace(weight, codes=codes.index_fill(1, torch.tensor([9]), 255))
         assert in_triton(x, spoilt).isnan().all(), "255 is NaN, and so is 0 times it"
@@ -182,7 +180,8 @@ def test_results_and_inputs_of_any_strides_are_read_right() -> None:
 
 
 @pytest.mark.parametrize(("operation", "kind", "features"), [
-    (fp8_decode_op, "row", (33, 37)), (nf4_decode_op, "nf4", (70,)), (nf4_decode_op, "nested", (128, 64, 33)),
+    (FP8Weight.decode_op, "row", (33, 37)), (NF4Weight.decode_op, "nf4", (70,)),
+    (NF4Weight.decode_op, "nested", (128, 64, 33)),
 ])
 def test_the_operators_on_the_cpu_are_the_reference_and_pass_torchs_checks(
     operation: Any, kind: str, features: tuple[int, ...]
@@ -190,7 +189,7 @@ def test_the_operators_on_the_cpu_are_the_reference_and_pass_torchs_checks(
     arguments = problem(5, features, 256, kind)
     torch.testing.assert_close(decode(**arguments), by_reference(arguments, torch.float64).float())
     x, weight = arguments["x"], arguments["weight"]
-    assert torch.equal(decode(x, weight), project(x, weight))
+    assert torch.equal(decode(x, weight), weight.project(x))
     for scale in (0.5, torch.tensor(0.3)):
         given = few_rows.given_adapters(*(arguments[name] for name in ("xa", "lora_b")), scale, arguments["bias"])
         for rest in (given, (None, None, 0.0, None, None)):
@@ -215,8 +214,8 @@ def test_a_card_multiplies_few_rows_with_the_codes_as_they_are(name: str, monkey
             assert can_decode(x, weight) == (name in TAKEN and rows <= 64 and dtype != torch.float32)
             if can_decode(x, weight):
                 with CountedOps() as called:
-                    assert project(x, weight).shape == (rows, out)
-                    assert [part.shape for part in project_each(x, weight, [None])] == [(rows, out)]
+                    assert weight.project(x).shape == (rows, out)
+                    assert [part.shape for part in weight.project_each(x, [None])] == [(rows, out)]
                 assert [name for name in called.names if "lowmem_grpo" in name] == ["lowmem_grpo::fp8_decode"] * 2
                 assert not [name for name in called.names if "zeros" in name], "none in place of a bias"
     assert not can_decode(torch.empty(1, columns, dtype=torch.bfloat16), in_fp8((4, columns))), "a CPU tensor"

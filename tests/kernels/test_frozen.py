@@ -14,9 +14,9 @@ from nf4_problem import quantized
 from tables import every_row, pairwise
 from torch import Tensor
 
-from lowmem_grpo.kernels import frozen
+from lowmem_grpo.kernels import frozen_weight
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize
-from lowmem_grpo.kernels.frozen import frozen_linear, project, project_back
+from lowmem_grpo.kernels.frozen import frozen_linear
 from lowmem_grpo.kernels.lora import LoRA, lora_linear, lora_linear_ref
 from lowmem_grpo.kernels.lora_mlp import lora_mlp, lora_mlp_ref
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize, nf4_dequantize_ref
@@ -93,7 +93,7 @@ def test_adjacent_matrices_are_computed_apart(
     features: tuple[int, ...], kind: str, dtype: torch.dtype, band_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if band_bytes:
-        monkeypatch.setattr(frozen, "BAND_BYTES", band_bytes)
+        monkeypatch.setattr(frozen_weight, "BAND_BYTES", band_bytes)
     width = 256 if kind in NF4 else 130
     weight = (NF4Weight.adjacent([quantized(rows, width, dtype, True) for rows in features]) if kind in NF4
               else joined(features, width, dtype, kind))
@@ -116,17 +116,17 @@ def test_mlp_errors_are_those_of_the_dequantized_weights(kind: str, dtype: torch
 def test_bands_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of((300, 260), kind, torch.float32)
     x, grad = random(9, 260, dtype=torch.float32).detach(), random(9, 300, dtype=torch.float32).detach()
-    whole = project(x, weight), project_back(grad, weight)
+    whole = weight.project(x), weight.project_back([grad])
     torch.testing.assert_close(whole, (x @ dequantized(weight).T, grad @ dequantized(weight)))
-    assert not project(x.clone().requires_grad_(), weight).requires_grad
-    monkeypatch.setattr(frozen, "BAND_BYTES", 10_000)
-    torch.testing.assert_close((project(x, weight), project_back(grad, weight)), whole)
+    assert not weight.project(x.clone().requires_grad_()).requires_grad
+    monkeypatch.setattr(frozen_weight, "BAND_BYTES", 10_000)
+    torch.testing.assert_close((weight.project(x), weight.project_back([grad])), whole)
 
 
 def test_no_dequantized_weight_is_kept_and_only_a_band_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """2,048 x 1,024 weights in bfloat16 are 4 MiB; a band has 256 KiB."""
     band = 2**18
-    monkeypatch.setattr(frozen, "BAND_BYTES", band)
+    monkeypatch.setattr(frozen_weight, "BAND_BYTES", band)
     monkeypatch.setattr("lowmem_grpo.kernels.fp8.REFERENCE_ELEMENTS", 2**14)  # temporaries of the CPU path
     weight = in_fp8((2048, 1024), "row", torch.bfloat16)
     x = random(3, 1024, dtype=torch.bfloat16)

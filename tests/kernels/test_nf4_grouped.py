@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
-from lowmem_grpo.kernels.nf4_grouped import Places, block_rows, nf4_grouped, whole_blocks
+from lowmem_grpo.kernels.nf4_grouped import Places, block_rows
 from lowmem_grpo.kernels.routed_experts import grouped_backward, grouped_forward, routed_experts_ref
 
 SPREADS = {  # ids of places
@@ -41,7 +41,7 @@ def test_products_are_those_of_each_place_by_itself(
     experts = stack(6, 70, 192, kind, dtype, device)  # 70: no multiple of a tile
     x = random(len(ids), 70 if back else 192, seed=1, dtype=dtype, device=device)
     scale = random(len(ids), seed=2, device=device)
-    found = nf4_grouped(x, experts, Places.from_ids(ids, 6), 1, scale, back)
+    found = experts.weight.grouped(x, 6, Places.from_ids(ids, 6), 1, scale, back)
     truth = by_definition(x.double(), experts, ids, back, scale)
     assert_as_accurate("out", found, by_definition(x, experts, ids, back, scale), truth,
                        1e-6 if dtype == torch.float32 else 2**-11)
@@ -51,7 +51,7 @@ def test_products_are_those_of_each_place_by_itself(
 def test_several_places_of_a_row_read_it_by_index() -> None:
     ids, experts = torch.tensor([[2, 0], [1, 2], [0, 1]]), stack(3, 64, 64, "nested")
     x, ones = random(3, 64), torch.ones(6)
-    found = nf4_grouped(x, experts, Places.from_ids(ids.flatten(), 3), 2)
+    found = experts.weight.grouped(x, 3, Places.from_ids(ids.flatten(), 3), 2)
     wanted = by_definition(x.repeat_interleave(2, 0), experts, ids.flatten(), False, ones)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
@@ -71,8 +71,9 @@ def test_each_place_is_in_one_tile_of_its_expert_and_tiles_are_no_more_than_the_
 
 
 def test_only_weights_in_whole_blocks_of_64_are_taken() -> None:
-    assert whole_blocks(stack(2, 8, 128, "nested"))
-    assert not whole_blocks(stack(2, 8, 96, "nested")) and not whole_blocks(stack(2, 8, 128, "plain"))
+    for columns in (128, 96):
+        weight = stack(2, 8, columns, "nested").weight
+        assert isinstance(weight, NF4Weight) and weight.whole_blocks == (columns == 128)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [

@@ -23,14 +23,14 @@ from tables import pairwise
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowmem_grpo.kernels import frozen
+from lowmem_grpo.kernels import frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear, nf4_linear_ref
 
 
 def small_bands(monkeypatch: pytest.MonkeyPatch, size: int = 10_000) -> None:
     """Makes even a small weight need many bands."""
-    monkeypatch.setattr(frozen, "BAND_BYTES", size)
+    monkeypatch.setattr(frozen_weight, "BAND_BYTES", size)
 
 
 @pytest.mark.parametrize(*pairwise(dtype=DTYPES, size=[ONE, THREE, ODD], rows=[1, 63, 500]))

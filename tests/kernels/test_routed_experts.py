@@ -14,6 +14,7 @@ from mixtures import problem, random, stack
 from tables import not_refused
 
 from lowmem_grpo.kernels.frozen import FrozenStack
+from lowmem_grpo.kernels.frozen_weight import PlainWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.routed_experts import routed_experts, routed_experts_ref
 
@@ -60,10 +61,10 @@ def test_an_expert_is_a_slice_of_the_stack_without_a_copy(out: int, columns: int
 
 
 def test_experts_that_share_a_block_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"expert of 5 x 32 weights does not end where a block of 64 ends.*16 bits"):
+    with pytest.raises(ValueError, match=r"expert of 5 x 32 .* a block of weights in nf4 ends.*16 bits"):
         stack(4, 5, 32, "nested")
     with pytest.raises(ValueError, match=r"weight \(E \* out, in\) of E = 3 experts; got shape \(8, 32\)"):
-        FrozenStack(torch.zeros(8, 32), 3)
+        FrozenStack(PlainWeight(torch.zeros(8, 32)), 3)
 
 
 def test_only_one_expert_is_decoded_at_a_time_and_nothing_of_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +124,7 @@ def test_torch_sees_one_operation_each_way(kind: str) -> None:
 
 def test_a_stack_of_another_dtype_is_decoded_into_that_of_the_rows() -> None:
     arguments = problem(9, (4, 2, 64, 16), "plain")
-    half = {name: replace(arguments[name], weight=arguments[name].weight.bfloat16()) for name in ("gate_up", "down")}
-    exact = {name: replace(part, weight=part.weight.float()) for name, part in half.items()}
+    half, exact = ({name: replace(arguments[name], weight=PlainWeight(
+        arguments[name].weight.tensor.bfloat16().to(dtype))) for name in ("gate_up", "down")}
+        for dtype in (torch.bfloat16, torch.float32))
     assert torch.equal(routed_experts(**(arguments | half)), routed_experts(**(arguments | exact)))

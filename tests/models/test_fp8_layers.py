@@ -16,7 +16,7 @@ from tables import not_refused
 from torch import nn
 
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.kernels import frozen
+from lowmem_grpo.kernels import frozen_weight
 from lowmem_grpo.kernels.fp8 import fp8_dequantize, fp8_quantize
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models.fp8_layers import FP8Linear, fp8_linears
@@ -130,7 +130,7 @@ def test_a_training_step_is_that_of_the_dequantized_model(
 
 def test_a_step_keeps_no_dequantized_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers' weights take 2.4 MB in 16 bits; no storage that a step makes is as large as one band."""
-    monkeypatch.setattr(frozen, "BAND_BYTES", 2**13)
+    monkeypatch.setattr(frozen_weight, "BAND_BYTES", 2**13)
     monkeypatch.setattr("lowmem_grpo.kernels.fp8.REFERENCE_ELEMENTS", 2**11)
     model, _ = FastLanguageModel.from_pretrained("tiny", load_in_fp8=True, dtype=torch.bfloat16, max_seq_length=64)
     model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.fast_model import BareModel, FastPeftModel
-from lowmem_grpo.kernels.frozen import frozen_weight
-from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
+from lowmem_grpo.kernels.frozen_weight import frozen_weight
+from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.models.fused_weights import fuse_weights, joined_weights
 from lowmem_grpo.models.lora_layers import JoinedWeights
 from lowmem_grpo.models.pretrained import Pretrained, compute_in
@@ -49,8 +49,7 @@ def storages(model: torch.nn.Module) -> dict[int, int]:
     """The bytes of every storage behind the parameters and what quantized them, each once."""
     tensors: list[Tensor] = []
     for parameter in model.parameters():
-        weight = frozen_weight(parameter)
-        tensors += weight.tensors if isinstance(weight, NF4Weight) else [weight]
+        tensors += frozen_weight(parameter).tensors
     found = [tensor.untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
@@ -87,8 +86,7 @@ def test_each_group_is_one_matrix_in_memory_with_the_values_it_had(
 
 
 def dense(weight: Any) -> Tensor:
-    weight = frozen_weight(weight)
-    return nf4_dequantize(weight) if isinstance(weight, NF4Weight) else weight
+    return frozen_weight(weight).dequantized()
 
 
 def logits_and_gradients(folder: Path, four_bit: bool, fused: bool, wide: bool = False) -> list[Tensor]:
@@ -167,7 +165,7 @@ def test_weights_that_are_trained_or_differ_in_dtype_stay_as_they_are(tmp_path: 
         "model.layers.0.self_attn.q_proj|k_proj|v_proj", "model.layers.1.mlp.gate_proj|up_proj",
     ]
     assert all("expected frozen weights of one dtype" in entry for entry in left)
-    assert joined_weights([getattr(second.self_attn, name).weight for name in SPLIT[:3]]) is not None
+    assert joined_weights([frozen_weight(getattr(second.self_attn, name).weight) for name in SPLIT[:3]]) is not None
 
 
 def test_a_family_that_stores_them_fused_is_left_alone(tmp_path: Path) -> None:

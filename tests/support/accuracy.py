@@ -13,6 +13,7 @@ from card import HALVES, gpu
 from torch import Tensor
 
 from lowmem_grpo.kernels.frozen import FrozenStack
+from lowmem_grpo.kernels.frozen_weight import PlainWeight
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight
 
@@ -45,6 +46,8 @@ def in_float64(value: Any) -> Any:
         return LoRA(in_float64(value.a), in_float64(value.b), value.scale)
     if isinstance(value, NF4Weight):  # as its codes and scales define it
         return replace(value, dtype=torch.float64)
+    if isinstance(value, PlainWeight):
+        return PlainWeight(value.tensor.double())
     if isinstance(value, FrozenStack):
         return replace(value, weight=in_float64(value.weight))
     if not torch.is_tensor(value) or not value.is_floating_point():

@@ -29,7 +29,6 @@ from lowmem_grpo.engines.vllm.shared_linear import LAYERS, borrowed_linear
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.models.fp8_layers import FP8Linear, to_quantize
-from lowmem_grpo.models.fused_weights import fuse_fp8
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.pretrained import fix_frequencies, nf4
@@ -235,7 +234,7 @@ def fuse_plain(modules: list[Any]) -> None:
 def fuse(model: Any, layer: str) -> None:
     modules: list[Any] = [model.get_base_model().get_submodule(path) for path in MODULES[layer]]
     if isinstance(modules[0].base_layer, FP8Linear):
-        fuse_fp8([module.base_layer for module in modules])
+        FP8Linear.fuse([module.base_layer for module in modules])
     elif hasattr(modules[0].base_layer.weight, "quant_state"):
         NF4Weight.adjacent([module.base_layer.weight for module in modules])
     else:

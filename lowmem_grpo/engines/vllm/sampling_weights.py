@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lowmem_grpo.engines.vllm.shared_linear import ADVICE, OTHER_ENGINE, BorrowError, Product
 from lowmem_grpo.kernels.lora import LoRA
-from lowmem_grpo.memory.layer_forms import FP8, NF4
+from lowmem_grpo.memory.layer_forms import BITS_16
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.time_plan import rows_of_codes
-from lowmem_grpo.models.fp8_layers import fp8_linears
+from lowmem_grpo.models.quantized_linear import form_of
 
 ALIGN = 128  # numbers; each dequantized weight starts at a multiple
 # Allocates uninitialized memory for a number of values; for CUDA graphs, at the same addresses each time
@@ -171,7 +171,7 @@ class SamplingWeights:
     def __init__(self, products: Sequence[Product], dtype: torch.dtype, device: torch.device, room: Room,
                  few: int = 0) -> None:
         """Inputs of more than `few` rows will use the dequantized weights, and smaller ones the quantized codes."""
-        self.pairs = [(product, product.weight) for product in products if not isinstance(product.weight, Tensor)]
+        self.pairs = [(product, product.weight) for product in products if product.weight.quantized]
         self.sizes = [aligned(weight.shape) for _, weight in self.pairs]
         self.dtype, self.device, self.room, self.few = dtype, device, room, few
         self.filled = False
@@ -206,10 +206,13 @@ def few_rows(base: Any, device: torch.device) -> int:
 
 
 def known_of(base: Any, device: torch.device) -> tuple[ModelShape, str, str] | None:
-    """Return a model's ModelShape, its card's name and its weights' form (NF4 or FP8); None for unsupported configs."""
-    form = FP8 if any(fp8_linears(base)) else NF4
+    """Return a model's ModelShape, its card's name and its weights' form; None for unsupported configs, and without
+    quantized weights."""
+    form = form_of(base)
     try:
         shape = ModelShape.from_config(base.config)
     except ValueError:
+        return None
+    if form == BITS_16:
         return None
     return shape, torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, form

@@ -16,8 +16,8 @@ from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.oom import OutOfMemory, RolloutLimit, RunMemory
 from lowmem_grpo.memory.time_plan import faster_in_16_bit
-from lowmem_grpo.models.fp8_layers import fp8_linears
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.quantized_linear import quantized_linears
 from lowmem_grpo.utils import size_text
 
 logger = logging.getLogger(__name__)
@@ -179,9 +179,10 @@ def is_worth_widening(capacity: Capacity, size: int, left: int, fixed: bool) -> 
 
 
 def wide_bytes(policy: Policy) -> int:
-    """Return the bytes of a model's 4-bit and FP8 weights once dequantized to its compute dtype; 0 if it has none."""
+    """Return the bytes of a model's quantized weights once dequantized to its compute dtype; 0 if it has none."""
     weights = [weight for _, weight in policy.base.named_parameters() if hasattr(weight, "quant_state")]
-    shapes = [w.quant_state.shape for w in weights] + [layer.weight.shape for layer in fp8_linears(policy.base)]
+    shapes = [w.quant_state.shape for w in weights]
+    shapes += [(layer.out_features, layer.in_features) for layer in quantized_linears(policy.base)]
     return sum(map(aligned, shapes)) * policy.dtype.itemsize
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_grpo.kernels.custom_op import custom_op
-from lowmem_grpo.kernels.fp8 import FP8Weight
-from lowmem_grpo.kernels.frozen import FrozenWeight, can_decode, decode, project
+from lowmem_grpo.kernels.frozen_weight import FrozenWeight, PlainWeight, can_decode, decode
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
@@ -74,17 +73,17 @@ class Product:
         self.stack_a = joined([lora.a for lora in present]) if present else None
         self.stack_b = joined([lora.b for lora in present]) if present else None
         one_kind = len(present) == len(loras) and len({(lora.a.shape[0], lora.scale) for lora in present}) == 1
-        self.one_kernel = one_kind and not isinstance(weight, Tensor)
+        self.one_kernel = one_kind and weight.quantized
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x (N, in) to (N, out), with biases and adapters."""
         codes = self.wide is None or x.shape[0] <= self.few
         if self.one_kernel and codes:
-            if isinstance(self.weight, NF4Weight):
+            if isinstance(self.weight, NF4Weight):  # with many rows too, in another order than below
                 return nf4_linear(x, self.weight, self.stack_a, self.stack_b, self.scale, self.bias)
-            if isinstance(self.weight, FP8Weight) and self.stack_a is not None and can_decode(x, self.weight):
+            if self.stack_a is not None and can_decode(x, self.weight):
                 return decode(x, self.weight, x @ self.stack_a.T, self.stack_b, self.scale, self.bias)
-        y = project(x, self.weight if codes or self.wide is None else self.wide, self.bias)
+        y = (self.weight if codes or self.wide is None else PlainWeight(self.wide)).project(x, self.bias)
         if self.stack_a is None:
             return y
         lows = iter((x @ self.stack_a.T).split(self.ranks, dim=1))
@@ -128,7 +127,7 @@ class Borrowed:
 
 @dataclass
 class BorrowedLinear(Borrowed):
-    """The trainer's linear modules (plain, 4-bit or FP8) behind one engine layer, with the engine's LoRA tensors."""
+    """The trainer's linear modules (plain or quantized) behind one engine layer, with the engine's LoRA tensors."""
 
     name: str
     modules: dict[str, nn.Module]  # the trainer's modules by path
@@ -156,7 +155,7 @@ class BorrowedLinear(Borrowed):
         tensors = []
         for path, module in self.modules.items():
             weight, bias = weight_of(path, module), base_of(module).bias
-            tensors += [weight] if isinstance(weight, Tensor) else weight.tensors
+            tensors += weight.tensors
             tensors += [] if bias is None else [bias]
         return tensors
 
@@ -194,7 +193,7 @@ class BorrowedExperts(Borrowed):
 
     def tensors(self) -> list[Tensor]:
         stacks = (self.block.experts.gate_up_proj.frozen, self.block.experts.down_proj.frozen)
-        return [self.block.gate.weight.detach(), *(tensor for stack in stacks for tensor in stack.tensors)]
+        return [self.block.gate.weight.detach(), *(tensor for stack in stacks for tensor in stack.weight.tensors)]
 
     @torch.no_grad()
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -226,7 +225,7 @@ def weight_of(path: str, module: Any) -> FrozenWeight:
     if weight.dtype not in DTYPES:
         raise BorrowError(f"{path} has weights of {weight.dtype}; expected one of {DTYPES}, 4 bits of bitsandbytes or "
                           f"FP8. {OTHER_ENGINE}")
-    return weight.detach() if isinstance(weight, Tensor) else weight
+    return weight
 
 
 def same_tensors(name: str, held: Sequence[Tensor], now: Sequence[Tensor]) -> None:

@@ -20,16 +20,18 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_grpo.kernels.fp8 import fp8_quantize
-from lowmem_grpo.kernels.frozen import FrozenStack, QuantizedWeight
+from lowmem_grpo.kernels.frozen import FrozenStack
+from lowmem_grpo.kernels.frozen_weight import FrozenWeight, frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.memory.families import has_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8_BLOCK, NF4
 from lowmem_grpo.models.expert_loading import quantized_stack
 from lowmem_grpo.models.experts import STACKS, ExpertStack
-from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, SCALE, FP8Linear, scale_of
+from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, scale_of
 from lowmem_grpo.models.fp8_layers import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.gguf_file import GGUFTensor, gguf_tensors
 from lowmem_grpo.models.pretrained import nf4
+from lowmem_grpo.models.quantized_linear import QuantizedLinear
 from lowmem_grpo.models.stored_model import INDEX, SINGLE, block_of, quantization_of, text_name, weight_files
 from lowmem_grpo.runs.adapter_file import PREFIX
 from lowmem_grpo.utils import is_gguf
@@ -58,8 +60,8 @@ class Weight:
         return self.name.rpartition(".")[0]
 
 
-def quantized_rows(weight: QuantizedWeight) -> Rows:
-    """Return a reader that dequantizes rows of 4-bit or FP8 weights to float32."""
+def quantized_rows(weight: FrozenWeight) -> Rows:
+    """Return a reader that dequantizes rows of a quantized weight to float32."""
     def rows(start: int, stop: int) -> Tensor:
         band = torch.empty(stop - start, weight.shape[1], device=weight.device)
         weight.fill(band, row=start)
@@ -91,9 +93,9 @@ def live_weights(model: Any) -> list[Weight]:
         owner, plain = model.get_submodule(path), name.removeprefix(PREFIX).replace(".base_layer.", ".")
         if isinstance(owner, ExpertStack):
             weights += expert_weights(plain, owner.frozen)
-        elif isinstance(owner, FP8Linear) and part == "weight":
-            weights.append(quantized_weight(plain, owner.frozen))
-        elif ".lora_" not in name and not (isinstance(owner, FP8Linear) and part == SCALE):
+        elif isinstance(owner, QuantizedLinear) and part == "weight":
+            weights.append(live_weight(plain, owner.frozen))
+        elif ".lora_" not in name and not (isinstance(owner, QuantizedLinear) and part != "bias"):
             weights.append(live_weight(plain, tensor))
     return weights
 
@@ -105,20 +107,17 @@ def expert_weights(name: str, stack: FrozenStack) -> Iterator[Weight]:
         whole = stack.expert(number)
         size = whole.shape[0] // len(STACKS[kind])
         for place, part in enumerate(STACKS[kind]):
-            rows, own = slice(place * size, (place + 1) * size), f"{path}.{number}.{part}.weight"
-            yield (live_weight(own, whole[rows]) if isinstance(whole, Tensor) else
-                   quantized_weight(own, whole.rows(rows.start, rows.stop)))
+            own = f"{path}.{number}.{part}.weight"
+            yield live_weight(own, whole.rows(place * size, (place + 1) * size))
 
 
 def live_weight(name: str, tensor: Any) -> Weight:
-    if getattr(tensor, "quant_state", None) is not None:
-        return quantized_weight(name, NF4Weight.from_bitsandbytes(tensor))
-    plain = tensor.detach()
+    """Return a tensor, a Params4bit or a FrozenWeight of a loaded model; quantized values are read in float32."""
+    weight = frozen_weight(tensor)
+    if weight.quantized:
+        return Weight(name, weight.shape, weight.dtype, lambda: quantized_rows(weight), weight.row_unit)
+    plain = weight.tensors[0].detach()
     return Weight(name, tuple(plain.shape), plain.dtype, lambda: plain_rows(plain, None, plain.device))
-
-
-def quantized_weight(name: str, weight: QuantizedWeight) -> Weight:
-    return Weight(name, weight.shape, weight.dtype, lambda: quantized_rows(weight), weight.row_unit)
 
 
 # A stored model
@@ -156,12 +155,12 @@ class TensorFiles:
         return Weight(name, self.shape(name), INTEGERS.get(part.get_dtype(), self.dtype),
                       lambda: plain_rows(read(name), self.dtype, self.device))
 
-    def quantized(self, name: str, shape: tuple[int, ...], step: int, read: Callable[[], QuantizedWeight]) -> Weight:
+    def quantized(self, name: str, shape: tuple[int, ...], step: int, read: Callable[[], FrozenWeight]) -> Weight:
         return Weight(name, shape, self.dtype, lambda: quantized_rows(read()), step)
 
     def to_quantize(self, name: str, form: str) -> Weight:
         """Return a tensor that the checkpoint stores in 16 or 32 bits, quantized to NF4 or FP8 as the loader does."""
-        def read() -> QuantizedWeight:
+        def read() -> FrozenWeight:
             tensor = self.read(name).to(self.dtype)
             if form != NF4:
                 return fp8_quantize(tensor, BLOCK if form == FP8_BLOCK else None)
@@ -176,7 +175,7 @@ class TensorFiles:
         parts = [other for other in self.places if other.startswith(f"{name}.")]
         described = json.loads(bytes(self.read(next(part for part in parts if STATE in part)).tolist()))
 
-        def read() -> QuantizedWeight:
+        def read() -> FrozenWeight:
             stats = {f"weight.{part.removeprefix(f'{name}.')}": self.read(part) for part in parts}
             param = Params4bit.from_prequantized(self.read(name), stats, device=self.device)
             param.quant_state.dtype = self.dtype
@@ -197,9 +196,8 @@ class TensorFiles:
         shape = self.shape(name)
         start = STACKS[kind].index(part) * shape[0]
 
-        def read() -> QuantizedWeight:
-            whole: Any = stack(path, kind).expert(int(number))
-            return whole.rows(start, start + shape[0])
+        def read() -> FrozenWeight:
+            return stack(path, kind).expert(int(number)).rows(start, start + shape[0])
 
         return self.quantized(name, shape, BLOCK_ROWS, read)
 
@@ -208,7 +206,7 @@ class TensorFiles:
         count = sum(f"{path}.{number}.{STACKS[kind][0]}.weight" in self.places for number in range(len(self.places)))
         tensors = [[self.read(f"{path}.{number}.{part}.weight").to(self.dtype) for number in range(count)]
                    for part in STACKS[kind]]
-        return FrozenStack(NF4Weight.from_bitsandbytes(quantized_stack(tensors, count)), count)
+        return FrozenStack(frozen_weight(quantized_stack(tensors, count)), count)
 
 
 def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, device: torch.device | str = "cpu",

@@ -11,7 +11,6 @@ from packed_problem import alone, batch_of, learned
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.models.experts import routed_blocks
 from lowmem_grpo.models.export.gguf import GGUFContent
 from lowmem_grpo.models.policy import Policy
@@ -30,7 +29,7 @@ def test_a_merge_of_files_is_that_of_the_loaded_model_expert_by_expert(four_bit:
     assert live.keys() == files.keys() and not any("gate_up" in name for name in live)
     assert all(torch.equal(files[name], tensor) for name, tensor in live.items())
     held: Any = next(routed_blocks(model)).experts.gate_up_proj.frozen.expert(10)
-    values = nf4_dequantize_ref(held) if isinstance(held, NF4Weight) else held
+    values = held.dequantized()
     assert torch.equal(files["model.layers.0.mlp.experts.10.up_proj.weight"], values[16:].bfloat16())
 
 
