@@ -50,13 +50,14 @@ CHECKPOINTING: dict[str, bool | str] = {"auto": "auto", "offload": "offload", "t
 def plan(
     model: str, gpu: str, gpu_memory_utilization: float | None, checkpointing: str, max_context: bool, as_json: bool,
     prompts: int | None, prompt_length: int | None, completion_length: int | None, max_completion_length: int | None,
-    gpus: int, **settings: Any,
+    gpus: int, load_in_4bit: bool, load_in_fp8: bool, **settings: Any,
 ) -> None:
     """Plan the memory of a run, choose settings that fit the card, and estimate how long a step takes.
 
     This needs no card and no weights. Prompts times generations is the number of completions in a step: all of them
     are sampled together, and no micro-batch holds more. The lengths only affect the estimate of time."""
     with plain_errors():
+        from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.memory import planner
         from lowmem_grpo.memory.cards import MOST_SEQUENCES, device, engine_of
         from lowmem_grpo.memory.families import planned_as
@@ -65,16 +66,17 @@ def plan(
         from lowmem_grpo.memory.time_plan import plan_time
         from lowmem_grpo.models.stored_model import config_of
 
-        if settings["load_in_fp8"] and was_given("load_in_4bit"):
-            raise ValueError(f"--fp8 and --{'load-in-4bit' if settings['load_in_4bit'] else '16bit'} contradict each "
+        if load_in_fp8 and was_given("load_in_4bit"):
+            raise ValueError(f"--fp8 and --{'load-in-4bit' if load_in_4bit else '16bit'} contradict each "
                              "other; give one of them")
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
         settings["engine"] = settings["engine"] or engine_of(card)
         said = planned_as(config, model, settings["engine"])
-        if not settings["load_in_fp8"] and stored_in_fp8(config):
+        form = form_of_weights(load_in_4bit and not load_in_fp8, False, load_in_fp8)
+        if form != FP8 and stored_in_fp8(config):
             echo(f"{model} is stored in FP8, in which its weights are held", err=True)
-            settings["load_in_fp8"] = True
-        asked = RunSettings(checkpointing=CHECKPOINTING[checkpointing], **settings)
+            form = FP8
+        asked = RunSettings(form=form, checkpointing=CHECKPOINTING[checkpointing], **settings)
         check_given({"prompts": prompts}, {"prompts": up_to(MOST_PROMPTS)})
         whole = PROMPTS if prompts is None else prompts
         if whole < gpus:

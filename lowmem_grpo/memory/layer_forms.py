@@ -1,13 +1,13 @@
 """The linear weights of a decoder layer: their bytes in each form, and the instructions of their decode kernels. Also
 the sizes of layers in models whose layers differ."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowmem_grpo.memory.families import EXPERTS, Family
 
-FORMS = NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # how weights are stored
+NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # how weights are stored, see FORMS
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights per scale, and scales per nested scale
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's code table, that of the quantized scales, and their offset
 GLOBAL_HEAD = 512  # default head size of Gemma 4's layers without a window
@@ -43,17 +43,45 @@ class Linear:
         return self.taken * self.rows * self.columns
 
     def bytes_in(self, form: str) -> int:
-        """Return the bytes in `form`: doubly quantized NF4, FP8 with a scale per row or 128 x 128 block, or 16 bits."""
-        scales = {FP8: self.rows, FP8_BLOCK: -(-self.rows // 128) * -(-self.columns // 128)}
-        if form != NF4:
-            return self.weights + 4 * scales[form] if form in scales else 2 * self.weights
-        blocks = -(-self.weights // BLOCK)
-        return -(-self.weights // 2) + blocks + 4 * -(-blocks // NESTED_BLOCK) + TABLES
+        return FORMS[form].nbytes(self)
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """A form in which weights are stored, as plans see it."""
+
+    words: str
+    bits: int  # of a weight, without scales
+    nbytes: Callable[[Linear], int]
+    joined: Callable[[Linear], int] = lambda linear: 0  # more bytes if the weight lies beside others
+    instructions: Mapping[int, Mapping[int, float]] = field(default_factory=dict)  # of its decode kernel, if it has one
+    narrow: bool = False  # this kernel is launched as in `few_rows.narrow_launch`
+    experts: bool = True  # experts may be stored so
+
+
+def nf4_bytes(linear: Linear) -> int:
+    blocks = -(-linear.weights // BLOCK)
+    return -(-linear.weights // 2) + blocks + 4 * -(-blocks // NESTED_BLOCK) + TABLES
+
+
+FORMS = {
+    NF4: WeightForm(
+        "NF4, double quantization", 4, nf4_bytes,
+        lambda linear: 4 * (-(-linear.weights // (BLOCK * NESTED_BLOCK)) - 1),  # an offset per nested block, not one
+        DECODE_INSTRUCTIONS[NF4], narrow=True),
+    FP8: WeightForm("FP8, a scale for each row", 8, lambda linear: linear.weights + 4 * linear.rows,
+                    instructions=DECODE_INSTRUCTIONS[FP8], experts=False),
+    FP8_BLOCK: WeightForm(
+        "FP8, a scale for each block", 8,
+        lambda linear: linear.weights + 4 * -(-linear.rows // 128) * -(-linear.columns // 128),
+        instructions=DECODE_INSTRUCTIONS[FP8], experts=False),
+    BITS_16: WeightForm("16 bits", 16, lambda linear: 2 * linear.weights),
+}
 
 
 def block_outputs(outputs: int, rows: int, form: str) -> int:
     """Return the outputs per block of the decode kernel, as in `few_rows.narrow_launch` and `decode_launch`."""
-    if form == NF4:
+    if FORMS[form].narrow:
         return 16 if rows <= 32 else 32
     return 64 if outputs >= 8192 and rows <= 32 else 32
 

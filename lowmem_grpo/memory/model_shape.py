@@ -169,8 +169,8 @@ class ModelShape:
         return sum(count * linear.weights for count, linear in self.all_linears() if linear.experts == 1)
 
     def has_form(self, form: str) -> bool:
-        """Return whether the model's weights can be stored in this form: experts cannot be in FP8."""
-        return self.experts is None or form not in (layer_forms.FP8, layer_forms.FP8_BLOCK)
+        """Return whether the model's weights can be stored in this form, which not all experts can."""
+        return self.experts is None or layer_forms.FORMS[form].experts
 
     def weight_bytes(self, form: str) -> int:
         """Return the bytes of all weights except embeddings, with linears in this form; ValueError for FP8 experts."""
@@ -185,10 +185,8 @@ class ModelShape:
     def layer_bytes(self, form: str) -> int:
         """Return the bytes of one layer with its norms."""
         linears = sum(linear.bytes_in(form) + 2 * linear.bias * linear.rows for linear in self.linears())
-        if form == layer_forms.NF4:  # adjacent weights' offsets are stored per nested block, not per weight
-            side_by_side = (group for group in self.groups() if len(group) > 1)
-            blocks = [-(-linear.weights // NESTED_WEIGHTS) for group in side_by_side for linear in group]
-            linears += 4 * (sum(blocks) - len(blocks))
+        side_by_side = (group for group in self.groups() if len(group) > 1)
+        linears += sum(layer_forms.FORMS[form].joined(linear) for group in side_by_side for linear in group)
         return linears + self.norm_bytes() + 2 * len(self.family.buffers)
 
     def norm_bytes(self) -> int:

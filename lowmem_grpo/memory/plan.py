@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES, Device, in_8_bits
 from lowmem_grpo.memory.cutting import Limits, cut
-from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
-from lowmem_grpo.utils import COUNT, ZERO_OR_MORE, Rule, at_least, check_ranges, number, one_of
+from lowmem_grpo.memory.layer_forms import BITS_16, FORMS, NF4
+from lowmem_grpo.utils import COUNT, ZERO_OR_MORE, Rule, at_least, check_given, check_ranges, number, one_of
 
 OPTIMIZER_BYTES = {  # optimizer state per trained number
     "adamw_torch": 8.0, "adamw_torch_fused": 8.0, "adamw_8bit": 2.03125, "adamw_bnb_8bit": 2.03125,
@@ -27,8 +27,7 @@ class RunSettings:
     context: int  # tokens of the longest sequence, prompt and completion
     num_generations: int = 8  # completions per prompt, sampled at once
     lora_rank: int = 32
-    load_in_4bit: bool = True
-    load_in_fp8: bool = False  # overrides load_in_4bit
+    form: str = NF4  # of the linear weights: one of layer_forms.FORMS
     checkpointing: bool | str = "offload"  # "auto": as "offload", and `kept_layers` is open
     engine: str = "vllm"
     max_tokens: int | None = None  # packed tokens in a training micro-batch
@@ -66,6 +65,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        check_given({"form": self.form}, {"form": one_of(*FORMS)})
         if self.host_embedding and self.engine == "vllm":
             raise ValueError("host_embedding is True and engine is 'vllm', which looks the embedding up on the card; "
                              "use engine='transformers', or leave it out")
@@ -74,16 +74,12 @@ class RunSettings:
                              "has the model's dtype; use engine='vllm', or leave it out")
         if self.sampling_weights == "16bit" and self.form == BITS_16:
             raise ValueError("sampling_weights is '16bit', which needs 4-bit or FP8 weights; leave it out, or set "
-                             "load_in_4bit=True")
+                             "form='nf4'")
 
     def opened(self) -> "RunSettings":
         """Return the settings with checkpointing "auto" resolved. If an MLP tile is set, no layer keeps everything."""
         return self if self.checkpointing != "auto" else replace(
             self, checkpointing="offload", kept_layers=None if self.mlp_tile is None else 0)
-
-    @property
-    def form(self) -> str:
-        return FP8 if self.load_in_fp8 else NF4 if self.load_in_4bit else BITS_16
 
 
 @dataclass(frozen=True)

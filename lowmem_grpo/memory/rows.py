@@ -2,7 +2,7 @@
 
 from lowmem_grpo.memory import cards, training_step
 from lowmem_grpo.memory.cards import Device
-from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
+from lowmem_grpo.memory.layer_forms import FORMS
 from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
 from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, PlanRow, RunSettings
 from lowmem_grpo.memory.training_step import BAND_BYTES, CARD_ONLY, WORD, Moment, StepShape
@@ -14,7 +14,6 @@ PAGED_NUMBERS = 100_000  # least size of a tensor whose states bitsandbytes keep
 CUDA_CONTEXT = 512 * MIB  # the driver and its libraries
 GRAPHS = 384 * MIB  # CUDA graphs of vLLM or our engine
 RESERVE = 0.04  # fragmentation, as a share of the memory that is freed and allocated again
-KINDS = {NF4: "NF4, double quantization", FP8: "FP8, a scale for each row", BITS_16: "16 bits"}
 REWARD_MODEL = "reward model"
 NOTES = training_step.NOTES | {REWARD_MODEL: "weights, and what is inside a layer (estimated)"}
 
@@ -80,7 +79,7 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     table_note += "; that of each layer's own numbers in 16 bits" if shape.per_layer else ""
     where = "on the host" if settings.host_embedding and shape.host_bytes() else table_note
     held, adapted = ("linears", "all linears") if shape.experts is None else ("linears and experts", "attention")
-    kind, ranks = KINDS[settings.form], settings.ranks > 1  # with several, gradients are summed in a copy
+    kind, ranks = FORMS[settings.form].words, settings.ranks > 1  # with several, gradients are summed in a copy
     return [
         PlanRow("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
         PlanRow("embedding", on_device, on_device, note=where),

@@ -8,7 +8,7 @@ of adapter, KV cache, head and logits, and for a layer's W weights
     4 bits and FP8, more rows  the time to dequantize (read, and write in 16 bits), then to multiply
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,7 @@ from math import ceil
 
 from lowmem_grpo.memory import cards, families
 from lowmem_grpo.memory.cards import cache_itemsize
-from lowmem_grpo.memory.layer_forms import BITS_16, DECODE_INSTRUCTIONS, FP8, NF4, Linear, block_outputs
+from lowmem_grpo.memory.layer_forms import BITS_16, FORMS, NF4, Linear, block_outputs
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, PROMPTS, MemoryPlan, RunSettings, Workload
 from lowmem_grpo.memory.rows import PAGED, recorded, trained_bytes, trained_numbers
@@ -91,7 +91,7 @@ class StepTime:
     def few(self) -> int:
         """The most rows for which decode steps read quantized codes. It is the kernel's limit, or, if there are also
         weights in 16 bits, the number up to which the kernel is no slower."""
-        most = 0 if self.settings.form == BITS_16 else max(self.instructions)
+        most = 0 if self.settings.form == BITS_16 else max(self.instructions, default=0)
         if self.quantized:
             return most
         linears = [(count, linear) for count, linear in self.shape.all_linears() if linear.experts == 1]
@@ -102,10 +102,10 @@ class StepTime:
         return most
 
     @property
-    def instructions(self) -> dict[int, float]:
+    def instructions(self) -> Mapping[int, float]:
         """The decode kernel's instructions per weight, as {most rows: instructions}."""
-        tables = DECODE_INSTRUCTIONS[self.settings.form]
-        return next(table for least, table in tables.items() if self.speed.capability >= least)
+        tables = FORMS[self.settings.form].instructions
+        return next((table for least, table in tables.items() if self.speed.capability >= least), {})
 
     @property
     def recomputed(self) -> float:
@@ -196,7 +196,7 @@ class StepTime:
         moved = max(self.move(reads * linear.bytes_in(self.settings.form)),
                     2 * rows * linear.weights / block_outputs(linear.rows, rows, self.settings.form) / (clocks * L2))
         computed = instructions * linear.weights / (clocks * LANES)
-        if self.settings.form == NF4 and self.speed.capability >= 80:
+        if FORMS[self.settings.form].narrow and self.speed.capability >= 80:
             return max(moved, computed / NF4_SHARE) + NF4_LAUNCH_US * 1e-6
         return max(moved, computed) / DECODE_SHARE
 
@@ -285,7 +285,7 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
     also has the quantized weights in 16 bits. Without a data sheet this is True for vLLM, and False for our own engine.
     `sleeps` says whether our engine frees its CUDA graphs while training: without, then with 16-bit weights."""
     name = cards.card_of(card)
-    settings = RunSettings(tokens, load_in_fp8=form == FP8, engine=engine, sleeps=sleeps[0])
+    settings = RunSettings(tokens, form=form, engine=engine, sleeps=sleeps[0])
     if name is None:
         return engine == "vllm"
     codes = StepTime(shape, settings, cards.SPEEDS[name], Workload.within(tokens, 1, rows), rows)
@@ -296,7 +296,7 @@ def faster_in_16_bit(shape: ModelShape, card: str, rows: int, tokens: int, form:
 def rows_of_codes(shape: ModelShape, card: str, form: str = NF4) -> int:
     """Return the most rows for which quantized weights decode no slower than 16 bits; 0 without a data sheet."""
     name = cards.card_of(card)
-    settings = RunSettings(1, load_in_fp8=form == FP8, sampling_weights="16bit")
+    settings = RunSettings(1, form=form, sampling_weights="16bit")
     return 0 if name is None else StepTime(shape, settings, cards.SPEEDS[name], Workload(1, 1, 1, 1, 1)).few
 
 
@@ -357,7 +357,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
     generate, train = (sum(seconds[part] for part in parts) for parts in (GENERATE, TRAIN))
     return TimePlan(
         work, card, seconds, micro_batches=step.micro_batches, sampled_together=stretches[0][1],
-        token_steps=ceil(steps - 1e-6), sampling_bits={NF4: 4, FP8: 8}[settings.form] if step.quantized else 16,
+        token_steps=ceil(steps - 1e-6), sampling_bits=FORMS[settings.form].bits if step.quantized else 16,
         tail_steps=round(last), tail_seconds=sampling * step.token_steps(tail),
         bound={name: "card" if device >= host else "launches" for name, (device, host) in passes.items()},
         step_seconds=sum(seconds.values()), generate_seconds=generate, train_seconds=train,

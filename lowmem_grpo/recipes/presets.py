@@ -109,9 +109,10 @@ def planned(setup: Setup, card: Device) -> MemoryPlan:
     """Return the memory plan of a run on a card, before the model is loaded. ValueError for an unsupported model."""
     config = setup.config
     return plan(config_of(setup.model), RunSettings(
-        setup.max_seq_length, config.completions_per_prompt, setup.lora_rank, setup.load_in_4bit, setup.load_in_fp8,
-        setup.checkpointing, TRANSFORMERS if setup.fast_inference == TRANSFORMERS else VLLM,
-        config.max_tokens_per_micro_batch, chunk_rows=config.logits_chunk, kv_cache_dtype=setup.kv_cache_dtype,
+        setup.max_seq_length, config.completions_per_prompt, setup.lora_rank,
+        form_of_weights(setup.load_in_4bit, False, setup.load_in_fp8), setup.checkpointing,
+        TRANSFORMERS if setup.fast_inference == TRANSFORMERS else VLLM, config.max_tokens_per_micro_batch,
+        chunk_rows=config.logits_chunk, kv_cache_dtype=setup.kv_cache_dtype,
         longest_completion=config.max_completion_length, completions_per_step=config.completions_per_step,
         optim=config.optim if config.optim in OPTIMIZER_BYTES else None,
     ), card, setup.model)

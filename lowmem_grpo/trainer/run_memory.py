@@ -13,6 +13,7 @@ from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.linear_logprobs import default_rows
 from lowmem_grpo.memory.cards import AUTO, Device
+from lowmem_grpo.memory.layer_forms import NF4
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.offload import pages
 from lowmem_grpo.memory.offload.activations import checkpointed_layers, enable_checkpointing, keep_last
@@ -22,9 +23,9 @@ from lowmem_grpo.memory.peaks import PhasePeaks, this_card
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings, Workload
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.memory.time_plan import TimePlan, plan_time
-from lowmem_grpo.models.fp8_layers import fp8_linears
 from lowmem_grpo.models.lean_modules import MLP_TILE, LeanMLP
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.quantized_linear import form_of
 from lowmem_grpo.models.trained_set import TrainedSet
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.types import RolloutGroup, TokenField
@@ -44,7 +45,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         context=context, num_generations=config.completions_per_prompt,
         lora_rank=max(int(lora["r"]), *(lora.get("rank_pattern") or {}).values(), 0),
         trained=sum(p.numel() for p in trained) or None, trained_bytes=sum(p.nbytes for p in trained) or None,
-        load_in_4bit=bool(getattr(base, "is_loaded_in_4bit", False)), load_in_fp8=any(fp8_linears(base)),
+        form=form_of(base),
         checkpointing=checkpointing and (may_keep(model, config) or ("offload" if model.loaded.offload else True)),
         engine=VLLM if engine == VLLM else TRANSFORMERS,  # an engine of the user is planned like our own
         max_tokens=config.max_tokens_per_micro_batch, mlp_tile=model.loaded.mlp_tile if tiled else 0,
@@ -101,7 +102,7 @@ def plan_memory(
 ) -> tuple[RunMemory, PhasePeaks]:
     """Plan a run's memory; return its limits and the peaks of its phases. `length` names the setting that limits
     sequences; `engine` is None without sampling. MemoryError if the host has no room for offloaded layer inputs."""
-    four_bit = bool(getattr(policy.base, "is_loaded_in_4bit", False))
+    four_bit = form_of(policy.base) == NF4
     shorter = f"a lower {length} (now {getattr(config, length) or context})"
     name = "transformers" if engine is None else engine.name
     memory = RunMemory(MemoryAdvice(helpful_settings(shorter, config.optim, model.loaded, four_bit, name)))

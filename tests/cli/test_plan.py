@@ -68,7 +68,7 @@ def test_settings_reach_the_plan_and_its_time() -> None:
     ).output)
     settings, work = found["settings"], found["time"]["workload"]
     assert settings | {
-        "lora_rank": 64, "load_in_4bit": False, "optim": "adamw_torch", "max_tokens": 4096, "mlp_tile": 512,
+        "lora_rank": 64, "form": "16bit", "optim": "adamw_torch", "max_tokens": 4096, "mlp_tile": 512,
         "checkpointing": True, "kv_cache_dtype": "fp8", "longest_completion": 512, "sequences": 128} == settings
     assert work | {"prompts": 16, "prompt_length": 100, "completion_length": 200, "longest": 512} == work
     assert found["device"]["budget"] == found["device"]["total"] / 2

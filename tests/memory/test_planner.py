@@ -368,7 +368,7 @@ def test_a_plan_that_does_not_fit_is_told_what_would() -> None:
     words = " ".join(found.advice)
     assert not found.fits and "weights and adapters alone take" in words
     assert "the largest known model that fits" in words and "phi-4-14b" in words
-    words = " ".join(planned("phi-4-14b", "12GiB", 2048, load_in_fp8=True).advice)
+    words = " ".join(planned("phi-4-14b", "12GiB", 2048, form="fp8").advice)
     assert "the largest known model that fits" in words, "of those that can be held in FP8"
     found, eight = (planned(LLAMA, "14GiB", 61_440, kv_cache_dtype=kind) for kind in ("auto", "fp8"))
     assert not found.fits and found.advice[0].startswith("with kv_cache_dtype=fp8 it fits") and eight.fits
@@ -403,7 +403,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'; it must be one of auto, fp8, fp8_e4m3, fp8_e5m2"),
     ({"kv_cache_dtype": "fp8", "engine": "transformers"}, "whose cache has the model's dtype; use engine='vllm'"),
     ({"sampling_weights": "8bit"}, "sampling_weights is '8bit'; it must be one of 4bit, 16bit, or None"),
-    *(({"sampling_weights": "16bit", "load_in_4bit": False, "engine": engine},
+    *(({"sampling_weights": "16bit", "form": "16bit", "engine": engine},
        "sampling_weights is '16bit', which needs 4-bit or FP8 weights") for engine in ("vllm", "transformers")),
 ]
 
@@ -526,7 +526,7 @@ def test_weights_are_dequantized_while_sampling_only_where_the_whole_cache_has_r
 
 def test_weights_that_are_not_4_bit_are_never_planned_twice() -> None:
     for engine in ("vllm", "transformers"):
-        found = planned("qwen2.5-3b", "141GiB", 640, engine=engine, load_in_4bit=False)
+        found = planned("qwen2.5-3b", "141GiB", 640, engine=engine, form="16bit")
         assert found.settings.sampling_weights is None, engine
 
 

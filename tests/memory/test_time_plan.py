@@ -84,7 +84,7 @@ def test_seconds_are_flop_and_bytes_over_what_the_card_reaches() -> None:
     assert step().multiply(10**9, 10**4) == pytest.approx(2 * 10**13 / 791e12, rel=0.01)
     assert step().multiply(10**9, 1) == pytest.approx(2 * 10**9 / MEMORY / 0.72)
     assert step().dequantize([DOWN]) == pytest.approx(2.52 * DOWN.weights / MEMORY, rel=0.02)
-    assert step(load_in_4bit=False).dequantize([DOWN]) == 0.0
+    assert step(form="16bit").dequantize([DOWN]) == 0.0
 
 
 def test_the_4_bit_kernel_takes_what_its_instructions_and_cache_reads_take() -> None:
@@ -95,7 +95,7 @@ def test_the_4_bit_kernel_takes_what_its_instructions_and_cache_reads_take() -> 
 
 
 def test_the_fp8_kernel_reads_a_byte_a_weight_at_few_rows() -> None:
-    few, many = (step(load_in_fp8=True).product(DOWN, rows) for rows in (8, 65))
+    few, many = (step(form="fp8").product(DOWN, rows) for rows in (8, 65))
     assert few == pytest.approx(DOWN.weights / MEMORY / 0.82, rel=0.1)
     assert many == pytest.approx((3 + 2 / 0.72) * DOWN.weights / MEMORY, rel=0.1)  # dequantized, and read in 16 bits
 

@@ -32,7 +32,7 @@ def test_the_plan_is_made_of_what_the_run_has() -> None:
     found = settings_of(loaded(mlp_tile=16), config, "transformers", 128)
     assert (found.context, found.num_generations, found.lora_rank, found.max_tokens) == (128, 4, 4, 300)
     assert (found.checkpointing, found.mlp_tile, found.chunk_rows, found.optim) == ("auto", 16, 7, "adamw_8bit")
-    assert (found.load_in_4bit, found.host_embedding, found.engine) == (False, False, "transformers")
+    assert (found.form, found.host_embedding, found.engine) == ("16bit", False, "transformers")
     assert settings_of(loaded(), config, "mine", 128).engine == "transformers", "a user's engine is planned as ours"
 
 
