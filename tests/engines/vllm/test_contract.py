@@ -56,7 +56,7 @@ def test_vllm_has_every_option_and_sampling_setting_that_it_is_given() -> None:
     from vllm import SamplingParams as Theirs
     from vllm.engine.arg_utils import EngineArgs
 
-    card = SimpleNamespace(head=SimpleNamespace(weight=torch.empty(0)), device=torch.device("cpu"),
+    card = SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"),
                            base=SimpleNamespace(config={"model_type": "qwen2"}))
     room: Any = SimpleNamespace(policy=card, max_seq_length=512, cache=1 << 20, seqs=8,
                                 settings=EngineSettings(kv_cache_dtype="fp8"))
