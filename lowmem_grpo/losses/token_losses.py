@@ -30,7 +30,7 @@ ELSEWHERE = {
 
 
 @dataclass(frozen=True)
-class TokenLoss:
+class LossSpec:
     """The values (T,) that a loss needs for each sequence, and its settings with their defaults."""
 
     needs: tuple[str, ...]
@@ -38,16 +38,16 @@ class TokenLoss:
 
 
 LOSSES = {
-    "cross_entropy": TokenLoss(("weights",), {}),
-    "importance_sampling": TokenLoss(OFF_POLICY, {}),
-    "ppo": TokenLoss(OFF_POLICY, CLIP),
-    "cispo": TokenLoss(OFF_POLICY, CLIP),
-    "gspo": TokenLoss((*OFF_POLICY, "sequence_ratio_mask"), CLIP),
-    "dro": TokenLoss(OFF_POLICY, {"beta": 0.05}),
+    "cross_entropy": LossSpec(("weights",), {}),
+    "importance_sampling": LossSpec(OFF_POLICY, {}),
+    "ppo": LossSpec(OFF_POLICY, CLIP),
+    "cispo": LossSpec(OFF_POLICY, CLIP),
+    "gspo": LossSpec((*OFF_POLICY, "sequence_ratio_mask"), CLIP),
+    "dro": LossSpec(OFF_POLICY, {"beta": 0.05}),
 }
 
 
-def loss_named(name: str) -> TokenLoss:
+def loss_named(name: str) -> LossSpec:
     """Return the loss of this name. The ValueError for an unknown one says what to take instead."""
     if name not in LOSSES:
         why = ELSEWHERE.get(name, "it is not known here")

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,33 +22,38 @@ from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.trainer.distributed import Ranks
 from lowmem_grpo.trainer.nonfinite import Guard, broken_gradients
 from lowmem_grpo.trainer.optim import OptimizerCopy, allocates_each_step, gradient_norms, learning_rates
-from lowmem_grpo.trainer.step_accumulator import Gradients, RandomStates, StepAccumulator, members
+from lowmem_grpo.trainer.step_accumulator import Attempt, RandomStates, StepAccumulator, members
 from lowmem_grpo.types import MicroBatch, RolloutGroup, TokenField
 
 
 class Learner:
-    """Owns the optimizer and the schedule; computes gradients from groups with advantages, and applies them. If memory
-    runs out, the work is undone and repeated in smaller micro-batches. Each rank trains its share of the groups, and
-    the gradients are summed before they are clipped."""
+    """Trains parameters of a policy on an objective with an optimizer; learners of other parameters may stand beside it
+    on the same policy. If memory runs out, the work is undone and repeated in smaller micro-batches. Each rank trains
+    its share of the groups, and the gradients are summed before they are clipped."""
 
     def __init__(
         self, policy: Policy, config: TrainSettings, objective: Objective, optimizer: torch.optim.Optimizer,
-        scheduler: LRScheduler, *, offload: bool = False, fp16: bool = False, bound: BatchLimit | None = None,
-        guard: Guard | None = None, ranks: Ranks | None = None,
+        scheduler: LRScheduler | None = None, *, parameters: dict[str, torch.nn.Parameter] | None = None,
+        offload: ActivationOffload | None = None, fp16: bool = False, bound: BatchLimit | None = None,
+        guard: Guard | None = None, ranks: Ranks | None = None, undoes_steps: bool = True,
     ) -> None:
+        """`parameters` are trained while they require gradients; None: the trainable ones of the model and those of the
+        optimizer. Without `undoes_steps`, no copy is held to undo an optimizer step for which memory runs out."""
         self.policy, self.config, self.objective = policy, config, objective
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.optimizer = optimizer
+        self.scheduler: Any = scheduler  # None: the caller sets the learning rate
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         # collected once, since a walk through all modules takes milliseconds
-        self.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad or id(p) in held}
-        self.before = OptimizerCopy(optimizer, allocates_each_step(optimizer, policy.device))
-        self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
+        self.parameters = {n: p for n, p in policy.model.named_parameters() if p.requires_grad or id(p) in held
+                           } if parameters is None else parameters
+        self.before = OptimizerCopy(optimizer, allocates_each_step(optimizer, policy.device)) if undoes_steps else None
+        self.offload = offload
         self.scaler = torch.amp.GradScaler(policy.device.type, enabled=fp16)  # fp16 gradients underflow without it
         self.bound = bound or RunMemory().train
         self.packer = Packer(policy.device, self.bound)
         self.guard = guard or Guard(config.nonfinite_steps, TrainerState())
         self.ranks = ranks or Ranks()
-        self.prepare_again: Callable[[], None] | None = None  # None once a pass or step has followed `prepare`
+        self.prepared: Prepared | None = None  # None once a pass or step has followed `prepare`
         self.whole = True  # False from the optimizer's step until the trainer has counted it
 
     @property
@@ -93,7 +98,7 @@ class Learner:
 
     def mine(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """Return this rank's share of the groups; all shares have about the same number of tokens."""
-        return self.ranks.mine(groups, lambda group: sum(
+        return groups if self.ranks.count == 1 else self.ranks.mine(groups, lambda group: sum(
             len(group.prompt_ids) + len(rollout.completion_ids) for rollout in group.rollouts))
 
     @torch.no_grad()
@@ -119,26 +124,12 @@ class Learner:
         self.objective.start_update(members(groups), policy_version)
         fields = self.objective.needed_before(optimizer_steps)
         rollouts = (self.counted_groups if any(field.of_all for field in fields) else self.trained_groups)(groups)
-        random = RandomStates(self.policy.device)
-
-        @in_mode(self.policy.model, training)
-        def fill() -> None:
-            random.restore()
-            limit = self.bound.lowered
-            self.fill_fields(rollouts, *fields)
-            if self.bound.lowered != limit:
-                fill()  # memory ran out: repeat all in the smaller size, as in a run that began with this bound
-
-        def again() -> None:
-            fill()
-            if self.ranks.count == 1:  # `prepared` decides for all ranks: one that repeats its share must not call it
-                self.objective.prepared(members(rollouts), groups)
-
+        prepared = Prepared(self, groups, rollouts, fields, training)
         if fields:
-            fill()
+            prepared.compute()
         self.tell_fields(rollouts, fields)
         self.objective.prepared(members(rollouts), groups)
-        self.prepare_again = again if fields else None
+        self.prepared = prepared if fields else None
 
     def trained_groups(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """Return copies of the groups with only the rollouts that have a gradient; none if rewards are missing."""
@@ -163,30 +154,22 @@ class Learner:
     ) -> dict[str, float]:
         """Add the gradient of the step's loss to the adapter, and return loss metrics. The loss is divided by counts
         over all `groups` (`num_tokens` replaces the count of tokens), so neither the split into micro-batches nor
-        rollouts without gradient change it. Groups in `begun` were trained while sampling, and are skipped."""
+        rollouts without gradient change it. Groups in `begun` were trained while sampling, and are skipped. A pass that
+        fails adds nothing; with gradients disabled, a pass only returns metrics."""
         trained = [] if self.guard.rewards(groups) else self.trained_groups(groups)
         totals, left = self.totals(groups, num_tokens), self.mine(trained)
         if begun is not None:
             left = [group for group in left if not begun.holds(group)]
         before = self.objective.state()
-        gradients, random = Gradients(self.trained.values()), RandomStates(self.policy.device)
-
-        def undo() -> None:
-            gradients.restore()
-            random.restore()
-
-        def again() -> None:
-            if self.prepare_again is not None:
-                self.prepare_again()
-                random.capture()
-
-        work = partial(self.accumulate, totals=totals, begun=begun)
-        sums = self.packer.run("a training micro-batch", left, self.limits, work, undo, again)
-        sums = sums.of_all_ranks(self.ranks, members(trained))
-        metrics = sums.metrics(self.objective) | self.policy.differing_routes()
-        if self.guard.passed(trained, sums.flags):
-            self.objective.restore(before)  # the values measured in this pass are meaningless
-        self.prepare_again = None
+        again = None if self.prepared is None else self.prepared.redo
+        with Attempt(self.trained.values(), self.policy.device, again) as attempt:
+            work = partial(self.accumulate, totals=totals, begun=begun)
+            sums = self.packer.run("a training micro-batch", left, self.limits, work, attempt.undo, attempt.redo)
+            sums = sums.of_all_ranks(self.ranks, members(trained))
+            metrics = sums.metrics(self.objective) | self.policy.differing_routes()
+            if self.guard.passed(trained, sums.flags):
+                self.objective.restore(before)  # the values measured in this pass are meaningless
+        self.prepared = None
         kept, total = (sum(len(group.rollouts) for group in some) for some in (trained, groups))
         share = self.num_tokens(trained) / max(self.num_tokens(groups), 1)
         return metrics | {"completions/trained": kept, "completions/total": total, "tokens/with_gradient": share}
@@ -209,15 +192,16 @@ class Learner:
         """Add the micro-batch's loss and metrics to `sums`. In training, add its gradient to the adapter, with layer
         inputs offloaded, and flag rollouts with NaN or infinity."""
         policy, objective = self.policy, self.objective
-        if isinstance(self.offload, ActivationOffload):
+        if self.offload is not None:
             self.offload.read_ahead(policy.head_groups == 1)  # several groups mean that memory is short
-        with self.offload if training else nullcontext():
+        with self.offload if training and self.offload is not None else nullcontext():
             outputs = self.outputs(batch)
             out = objective.loss(batch, outputs, totals)
         if training:
             sums.flags.check_batch(batch, outputs.scores and outputs.scores[0], out.loss)
             del outputs  # for the backward pass, which takes the most memory
-            self.scaler.scale(out.loss).backward()
+            if torch.is_grad_enabled():
+                self.scaler.scale(out.loss).backward()
         sums.add(batch, out)
 
     @torch.no_grad()
@@ -232,7 +216,7 @@ class Learner:
             return sums.of_all_ranks(self.ranks, members(counted)).metrics(self.objective)
         finally:
             self.objective.restore(before)
-            self.prepare_again = None
+            self.prepared = None
 
     def optim_step(self, notify: Callable[[str], None] = lambda event: None) -> dict[str, float]:
         """Sum, clip, apply and clear the gradients; skip a step without gradients, or with NaN or infinity. `notify` is
@@ -259,12 +243,13 @@ class Learner:
         if parameters:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.prepare_again = None
+        self.prepared = None
         metrics |= self.guard.judge(broken, bool(broken) and self.scaler.is_enabled() and self.scaler.get_scale() > 1)
-        with warnings.catch_warnings():
-            # torch warns if the first step is skipped; the schedule advances all the same, so the run keeps its length
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            self.scheduler.step()
+        if self.scheduler is not None:
+            with warnings.catch_warnings():
+                # torch warns if the first step is skipped; the schedule advances all the same: the run keeps its length
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                self.scheduler.step()
         return metrics
 
     def apply(self, parameters: list[torch.nn.Parameter]) -> None:
@@ -272,7 +257,7 @@ class Learner:
         runs out again, undo the step and raise MemoryExhaustedError."""
         what, step = "the optimizer step", partial(self.scaler.step, self.optimizer)
         self.whole = False
-        if not self.before.copy_state(parameters):
+        if self.before is None or not self.before.copy_state(parameters):
             step()
             return
         failed = catch_oom(step, self.policy.device, self.before.restore)
@@ -282,3 +267,35 @@ class Learner:
         if isinstance(failed, OutOfMemory):
             self.whole = True
             self.bound.raise_exhausted(what, failed)
+
+
+class Prepared:
+    """The fields of an update's rollouts, computed before its passes. `redo` computes them once more, in smaller
+    micro-batches, and `undo` restores the random states from which both begin."""
+
+    def __init__(
+        self, learner: Learner, groups: list[RolloutGroup], rollouts: list[RolloutGroup],
+        fields: tuple[TokenField, ...], training: bool,
+    ) -> None:
+        """`rollouts` are copies of the groups with those rollouts that need the fields."""
+        self.learner, self.groups, self.rollouts = learner, groups, rollouts
+        self.fields, self.training = fields, training
+        self.random = RandomStates(learner.policy.device)
+
+    def undo(self) -> None:
+        self.random.restore()
+
+    def compute(self) -> None:
+        """Compute the fields. If memory runs out, repeat all in the smaller size, as in a run that began with it."""
+        learner = self.learner
+        limit: int | None = -1
+        with in_mode(learner.policy.model, self.training):
+            while limit != learner.bound.lowered:
+                limit = learner.bound.lowered
+                self.undo()
+                learner.fill_fields(self.rollouts, *self.fields)
+
+    def redo(self) -> None:
+        self.compute()
+        if self.learner.ranks.count == 1:  # `prepared` decides for all ranks: one that repeats its share leaves it out
+            self.learner.objective.prepared(members(self.rollouts), self.groups)

@@ -17,7 +17,7 @@ from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.losses.off_policy import k3_bound
 from lowmem_grpo.memory.cards import AUTO
-from lowmem_grpo.memory.offload.activations import drop_nothing, enable_checkpointing
+from lowmem_grpo.memory.offload.activations import ActivationOffload, drop_nothing, enable_checkpointing
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks
 from lowmem_grpo.models.card_check import mixed_dtype
@@ -119,7 +119,8 @@ def make_parts(
     optimizer, scheduler = own_or_made(optimizers, policy.trained, args, state.max_steps)
     fp16 = torch.float16 in (policy.autocast_dtype, policy.dtype)
     offload = trained.model.loaded.offload and policy.base.is_gradient_checkpointing
-    learner = Learner(policy, args, objective, optimizer, scheduler, offload=offload, fp16=fp16, bound=memory.train,
+    learner = Learner(policy, args, objective, optimizer, scheduler, fp16=fp16, bound=memory.train,
+                      offload=ActivationOffload(policy.model) if offload else None,
                       guard=Guard(args.nonfinite_steps, state, records), ranks=processes)
     return TrainerParts(**vars(trained), args=args, source=source, objective=objective, memory=memory, peaks=peaks,
                         state=state, clock=Clock(peaks if peaks.counted else None), records=records, learner=learner)

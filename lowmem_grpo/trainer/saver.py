@@ -207,5 +207,5 @@ class Saver:
         kept, generations = saved.get("replay", []), self.config.completions_per_prompt
         self.replay.restore(kept, self.source.dataset, self.reward_names, generations)
         self.learner.optimizer.zero_grad(set_to_none=True)  # gradients of a failed step
-        self.learner.prepare_again, self.learner.whole = None, True
+        self.learner.prepared, self.learner.whole = None, True
         self.mark()

@@ -1,7 +1,7 @@
 """The sums of losses and metrics over a step's micro-batches, and the states to restore before a pass is repeated."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -113,3 +113,27 @@ class Gradients:
             if gradient is not None and copy is not None:
                 gradient.copy_(copy)
             parameter.grad = gradient
+
+
+class Attempt:
+    """An attempt at a training pass. `undo` takes back what it changed beside its result, gradients and random states,
+    also if the pass fails in a `with` block; `redo` computes what the pass needs again, for the next attempt."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, compute: Callable[[], None] | None):
+        self.gradients, self.random, self.compute = Gradients(parameters), RandomStates(device), compute
+
+    def undo(self) -> None:
+        self.gradients.restore()
+        self.random.restore()
+
+    def redo(self) -> None:
+        if self.compute is not None:
+            self.compute()
+            self.random.capture()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self.undo()

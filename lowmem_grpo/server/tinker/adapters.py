@@ -3,10 +3,11 @@ adapter's parameters have `requires_grad`, so that no call changes the gradients
 
 import itertools
 import json
+import math
 import secrets
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -16,22 +17,25 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor, nn
 
-from lowmem_grpo.losses.objective import PolicyOutputs
-from lowmem_grpo.losses.token_losses import token_losses
-from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.memory.offload.activations import ActivationOffload
+from lowmem_grpo.memory.oom import BatchLimit
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import Scope
-from lowmem_grpo.models.packing import Packer, unpack
-from lowmem_grpo.models.policy import Policy, in_mode
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.files import flush, move, remove, removed_after
+from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.server.requests import Body
-from lowmem_grpo.server.tinker.datum import Cells, Datum, Pass
-from lowmem_grpo.trainer.step_accumulator import Gradients
-from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.server.tinker.datum import Pass
+from lowmem_grpo.server.tinker.token_objective import TokenObjective
+from lowmem_grpo.trainer.learner import Learner
+from lowmem_grpo.trainer.nonfinite import Flags, Guard
+from lowmem_grpo.types import Rollout, RolloutGroup
 
 ALPHA = 32  # as in the protocol's own service, for every rank, so that its programs' learning rates fit
 MOST_RANK = 512
+MOST_SEQUENCES = 1_000_000  # of a micro-batch, which only tokens bound
 MOST_NOTES = 65536  # bytes of the metadata of a model, or of saved weights
 AnySeed = BeforeValidator(lambda seed: secrets.randbits(31) if seed is None else seed)
 Seed = Annotated[int, Field(ge=0, lt=2**31), AnySeed]
@@ -89,25 +93,51 @@ class DroppedError(ValueError):
     """An optimizer step was not made, and the gradient was dropped."""
 
 
+class ClientGuard(Guard):
+    """Refuses a pass or an optimizer step with NaN or infinity in the gradient at once, by an error."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(1, TrainerState())
+        self.parameters = [*parameters]
+
+    def passed(self, groups: list[RolloutGroup], flags: Flags) -> bool:
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if gradients and not bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all()):
+            raise ValueError("the gradient is NaN or infinite, and was dropped: advantages or weights are too large, "
+                             "or logprobs are not those of the targets")
+        return False
+
+    def judge(self, parameters: list[str], handled: bool = False) -> dict[str, float]:
+        if parameters:
+            raise DroppedError("the norm of the gradient is not finite, and the gradient was dropped: advantages or "
+                               "weights are too large; call forward_backward with smaller ones")
+        return {}
+
+
 @dataclass
 class ClientModel:
     adapter: str  # the adapter's name in PEFT
     parameters: dict[str, nn.Parameter]  # by their names in a file
-    optimizer: torch.optim.AdamW
+    learner: Learner
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.learner.optimizer
 
 
 class Adapters:
     """Trains models by their ids. Not thread-safe. KeyError for an id that was not created."""
 
-    def __init__(self, policy: Policy, packer: Packer, limits: Limits, offload: bool = False) -> None:
-        """`policy` holds a PEFT model. The adapter that this model already has is never trained here."""
+    def __init__(self, policy: Policy, bound: BatchLimit, tokens: int | None = None, offload: bool = False) -> None:
+        """`policy` holds a PEFT model. The adapter that this model already has is never trained here. A micro-batch has
+        at most `tokens` tokens."""
         if not isinstance(policy.model, PeftModel):
             raise TypeError(f"the model is a {type(policy.model).__name__}; several adapters need a PEFT model")
-        self.policy, self.packer, self.limits = policy, packer, limits
+        self.policy, self.bound, self.tokens = policy, bound, tokens
         self.model: Any = policy.model
         self.own: str = self.model.active_adapter
         self.layers = [path for path, layer in policy.base.named_modules() if isinstance(layer, BaseTunerLayer)]
-        self.offload: AbstractContextManager[Any] = ActivationOffload(policy.model) if offload else nullcontext()
+        self.offload = ActivationOffload(policy.model) if offload else None  # its host pages serve all models
         self.held: dict[str, ClientModel] = {}
         self.numbers = itertools.count()
         self.rest()
@@ -127,8 +157,14 @@ class Adapters:
             self.model.add_adapter(name, config)
         self.model.set_adapter(name)
         parameters = {weight.saved_name: weight.parameter for weight in self.policy.trained}
-        self.held[model_id] = ClientModel(name, parameters, torch.optim.AdamW(parameters.values()))
+        self.held[model_id] = ClientModel(name, parameters, self.learner_of(parameters.values()))
         self.rest()
+
+    def learner_of(self, parameters: Collection[nn.Parameter]) -> Learner:
+        settings = TrainSettings(max_tokens_per_micro_batch=self.tokens, per_device_train_batch_size=MOST_SEQUENCES)
+        numbered = {str(number): parameter for number, parameter in enumerate(parameters)}  # one norm for all of them
+        return Learner(self.policy, settings, Objective(), torch.optim.AdamW(parameters), parameters=numbered,
+                       offload=self.offload, bound=self.bound, guard=ClientGuard(parameters), undoes_steps=False)
 
     def delete(self, model_id: str) -> None:
         if (held := self.held.pop(model_id, None)) is not None:
@@ -155,87 +191,25 @@ class Adapters:
         """Return the log-probabilities, (T,) or (T, K), of each datum's targets, and metrics. Unless
         `asked.forward_only`, add the gradient of the loss, summed over tokens; ValueError, without adding it, if a
         log-probability or the gradient is not finite."""
-        # targets may differ from the next tokens, so they replace them after packing
         groups = [group_of([*datum.ids, int(datum.targets[-1])]) for datum in asked.data]
-        datums = {id(group.rollouts[0]): datum for group, datum in zip(groups, asked.data, strict=True)}
-        with self.active(model_id), in_mode(self.model, True), torch.set_grad_enabled(not asked.forward_only):
-            before = Gradients(self.policy.trainable)
-            logprobs, losses = self.packer.run(
-                "a training micro-batch", groups, self.limits,
-                lambda batches: self.passes(batches, datums, asked), before.restore)
-            if problem := self.not_finite(logprobs):
-                before.restore()
-                raise ValueError(problem)
-        tokens = sum(len(datum.ids) for datum in asked.data)
-        return [logprobs[id(group.rollouts[0])] for group in groups], {"loss:sum": losses, "num_tokens:sum": tokens}
-
-    def passes(self, batches: Iterator[MicroBatch], datums: dict[int, Datum], asked: Pass
-               ) -> tuple[dict[int, Tensor], float]:
-        """Run all micro-batches; return each rollout's log-probabilities by `id(rollout)`, and the total loss."""
-        logprobs: dict[int, Tensor] = {}
-        total = 0.0
-        for packed in batches:
-            data = [datums[id(rollout)] for rollout in packed.rollouts]
-            batch = replace(packed, targets=torch.cat([datum.targets for datum in data]).to(self.policy.device))
-            with self.offload:
-                loss, parts = self.wide(batch, data) if any(datum.cells for datum in data) else self.plain(
-                    batch, data, asked)
-            if not asked.forward_only:
-                loss.backward()
-            total += loss.item()
-            logprobs |= {id(rollout): part for rollout, part in zip(batch.rollouts, parts, strict=True)}
-        return logprobs, total
-
-    def plain(self, batch: MicroBatch, data: list[Datum], asked: Pass) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss, and each datum's log-probabilities (T,), for tokens with one target each."""
-        logprobs, _ = self.policy.logprobs(batch, 1.0)
-        values = {name: torch.cat([datum.values[name] for datum in data]).to(logprobs) for name in data[0].values}
-        loss = token_losses(asked.loss, logprobs, values, asked.settings, batch.at_trained(batch.sequence_ids),
-                            len(data)).sum()
-        return loss, unpack(logprobs.detach().float().cpu(), batch)
-
-    def wide(self, batch: MicroBatch, data: list[Datum]) -> tuple[Tensor, list[Tensor]]:
-        """Return cross entropy and each datum's log-probabilities: (T, K) with several targets per token, else (T,)."""
-        begins = [0, *itertools.accumulate(len(datum.ids) for datum in data)]
-        cells = [datum.cells or one_each(datum) for datum in data]
-        places = torch.cat([each.rows + begin for each, begin in zip(cells, begins, strict=False)])
-        tokens, weights = (torch.cat([getattr(each, name) for each in cells]) for name in ("tokens", "weights"))
-        outputs = PolicyOutputs(*self.policy.at_trained(batch), self.policy.at_head, self.policy.head.logits_of)
-        logprobs = outputs.several(places.to(self.policy.device), tokens.to(self.policy.device))
-        loss = -(weights.to(logprobs) * logprobs).sum()
-        parts = logprobs.detach().float().cpu().split([len(each.rows) for each in cells])
-        return loss, [each.matrix(part) if datum.cells else part
-                      for datum, each, part in zip(data, cells, parts, strict=True)]
-
-    def not_finite(self, logprobs: dict[int, Tensor]) -> str | None:
-        """Return a message if the log-probabilities or gradients of a pass are not finite, else None."""
-        if not all(bool(values.isfinite().all()) for values in logprobs.values()):
-            return "a log-probability is NaN or infinite: the model diverged; go back to saved weights"
-        gradients = [parameter.grad for parameter in self.policy.trainable if parameter.grad is not None]
-        if gradients and not bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all()):
-            return ("the gradient is NaN or infinite, and was dropped: advantages or weights are too large, or "
-                    "logprobs are not those of the targets")
-        return None
+        objective = TokenObjective(asked, groups)
+        with self.active(model_id) as held, torch.set_grad_enabled(not asked.forward_only):
+            held.learner.objective = objective
+            metrics = held.learner.forward_backward(groups)
+        told = {"loss:sum": metrics["loss:sum"], "num_tokens:sum": sum(len(datum.ids) for datum in asked.data)}
+        return [objective.logprobs[id(group.rollouts[0])] for group in groups], told
 
     def optim_step(self, model_id: str, adam: Adam) -> dict[str, float]:
         """Run a step of AdamW on the gradients since the last step, and clear them. ValueError if there are none,
         DroppedError if their norm is not finite."""
-        held = self.held[model_id]
-        gradients = [parameter.grad for parameter in held.parameters.values() if parameter.grad is not None]
-        if not gradients:
-            raise ValueError(f"there is no gradient of {model_id}: call forward_backward before optim_step")
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if not bool(norm.isfinite()):
-            held.optimizer.zero_grad(set_to_none=True)
-            raise DroppedError("the norm of the gradient is not finite, and the gradient was dropped: advantages or "
-                             "weights are too large; call forward_backward with smaller ones")
-        if adam.grad_clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(held.parameters.values(), adam.grad_clip_norm, norm)
-        held.optimizer.param_groups[0].update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps,
-                                              weight_decay=adam.weight_decay)
-        held.optimizer.step()
-        held.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": norm.item(), "learning_rate": adam.learning_rate}
+        with self.active(model_id) as held:
+            if all(parameter.grad is None for parameter in held.parameters.values()):
+                raise ValueError(f"there is no gradient of {model_id}: call forward_backward before optim_step")
+            held.optimizer.param_groups[0].update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps,
+                                                  weight_decay=adam.weight_decay)
+            held.learner.config.max_grad_norm = adam.grad_clip_norm or math.inf
+            metrics = held.learner.optim_step()
+        return {"grad_norm": metrics["grad_norm"], "learning_rate": adam.learning_rate}
 
     def size(self, model_id: str, moments: bool = False) -> int:
         """Return the bytes of a model's factors, with `moments` also those of Adam's moments."""
@@ -277,12 +251,6 @@ class Adapters:
             if moments:  # torch keeps the step count on the host
                 held.optimizer.state[parameter] = {part: value.clone().to("cpu" if part == "step" else parameter.device)
                                              for part, value in moments.items()}
-
-
-def one_each(datum: Datum) -> Cells:
-    """Return Cells of width 1 for a datum that has one target for each token."""
-    rows = torch.arange(len(datum.ids))
-    return Cells(rows, torch.zeros_like(rows), datum.targets, datum.values["weights"], len(rows), 1)
 
 
 def group_of(ids: list[int]) -> RolloutGroup:

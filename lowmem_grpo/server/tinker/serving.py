@@ -12,8 +12,6 @@ from typing import Any
 from fastapi import APIRouter
 
 from lowmem_grpo.loader import FastLanguageModel
-from lowmem_grpo.memory.cutting import Limits as Cut
-from lowmem_grpo.models.packing import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.stored_model import public_name
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
@@ -111,8 +109,7 @@ def serve_model(
     policy = Policy(lora.inner)
     worker = EngineWorker(lora, policy=policy)
     worker.waiting.turn = None if alone else TURN
-    cut = Cut(MICRO_BATCH)
-    adapters = Adapters(policy, Packer(policy.device, worker.memory.train), cut, lora.loaded.offload)
+    adapters = Adapters(policy, worker.memory.train, MICRO_BATCH, lora.loaded.offload)
     config = policy.base.config
     bounds = ModelBounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
     training = Training(worker, adapters, RequestStore(database), folder, bounds, allowances)

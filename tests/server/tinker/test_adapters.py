@@ -11,9 +11,7 @@ from torch import Tensor
 from trainer_runs import exact
 
 from lowmem_grpo.losses.token_losses import LOSSES, checked_settings, token_losses
-from lowmem_grpo.memory.cutting import Limits
 from lowmem_grpo.memory.oom import RunMemory
-from lowmem_grpo.models.packing import Packer
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.server.tinker.adapters import Adam, Adapters, LoraSettings
 from lowmem_grpo.server.tinker.calls import CreateModel, OptimStep, read
@@ -22,7 +20,7 @@ from lowmem_grpo.server.tinker.datum import Cells, Datum, Pass
 
 def adapters(tokens: int | None = None) -> Adapters:
     policy = Policy(exact())
-    return Adapters(policy, Packer(policy.device, RunMemory().train), Limits(tokens))
+    return Adapters(policy, RunMemory().train, tokens)
 
 
 def of_attention() -> Adapters:
