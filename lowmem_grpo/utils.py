@@ -251,15 +251,16 @@ class Refused:
     why: str  # it stands in a parsed value for what is wrong there, until the place is known
 
 
-def read_json(data: bytes | str, most: float = 64 * MIB, nul: bool = False) -> Any:
+def read_json(data: bytes | str, most: float = 64 * MIB, nul: bool = False, any_number: bool = False) -> Any:
     """Parse a stranger's JSON text in UTF-8. JsonError for what is no JSON, for more than `most` bytes or characters
-    or DEEPEST levels, a name that stands twice in an object, NaN or infinity, an integer of more than 64 bits, half of
-    a surrogate pair and, without `nul`, the character NUL."""
+    or DEEPEST levels, a name that stands twice in an object, half of a surrogate pair, without `nul` the character NUL,
+    and without `any_number` NaN, infinity and integers of more than 64 bits."""
     if len(data) > most:
         raise JsonError(f"has {size_text(len(data))}; at most {size_text(most)} are read")
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
-        value = json.loads(text, parse_int=json_integer, parse_float=json_float, parse_constant=json_float,
+        integer, other = (None, None) if any_number else (json_integer, json_float)
+        value = json.loads(text, parse_int=integer, parse_float=other, parse_constant=other,
                            object_pairs_hook=json_object)
     except RecursionError:
         raise JsonError(f"is nested more than {DEEPEST} levels deep") from None
@@ -313,6 +314,14 @@ def check_json(
 BOTH = ("{} holds a model's weights and an adapter (adapter_config.json), and nothing says whether the adapter belongs "
         "on this model, belongs on the base that it names, or is merged already. Move the adapter_* files into a "
         "folder of their own: load that folder for base and adapter, and this one for the model alone")
+
+
+def leads_out(folder: Path, file: str) -> bool:
+    """Return whether a file of weights lies outside of its folder, which may come from others. A link of the hub's
+    cache leads to the files of the same model."""
+    whole = folder.resolve()
+    inside = whole.parent.parent if whole.parent.name == "snapshots" else whole
+    return not (whole / file).resolve().is_relative_to(inside)
 
 
 def is_adapter(folder: Path) -> bool:

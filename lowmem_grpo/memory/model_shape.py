@@ -2,12 +2,10 @@
 
 import difflib
 import json
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,19 @@ from typing import Any
 from lowmem_grpo.memory import families, layer_forms
 from lowmem_grpo.memory.families import Family
 from lowmem_grpo.memory.layer_forms import DeltaForm, ExpertForm, LayerForm, Linear
-from lowmem_grpo.utils import OF_KINDS, POSITIVE, TEXTS, TRUTH, WHOLE, Rule, at_least, check_given, number, one_of
+from lowmem_grpo.utils import (
+    OF_KINDS,
+    POSITIVE,
+    TEXTS,
+    TRUTH,
+    WHOLE,
+    Rule,
+    at_least,
+    check_given,
+    number,
+    one_of,
+    read_json,
+)
 
 PAGED_BLOCK = 16  # tokens in a block of vLLM's KV cache on a GPU
 NESTED_WEIGHTS = layer_forms.BLOCK * layer_forms.NESTED_BLOCK  # weights per nested scale
@@ -261,7 +271,7 @@ OF_CONFIG: dict[str, Rule] = {  # fields of config.json; what is missing or null
     **dict.fromkeys(("intermediate_size", "num_key_value_heads", "head_dim"), SIZES),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "rope_theta", "partial_rotary_factor"), POSITIVE),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config", "text_config"), OBJECT),
-    **dict.fromkeys(("model_type", "hidden_act"), OF_KINDS[str]), "tie_word_embeddings": TRUTH,
+    **dict.fromkeys(("model_type", "hidden_act", "transformers_weights"), OF_KINDS[str]), "tie_word_embeddings": TRUTH,
     "architectures": TEXTS, "layer_types": TEXTS,
 }
 OF_OTHERS: dict[str, dict[str, Rule]] = {  # the same for the files beside it
@@ -315,52 +325,42 @@ def plain_name(name: str) -> str:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the fields of a config.json, and check it and the other settings beside it; ValueError names the file, and
     the field that no model can have so."""
-    fields = read_fields(path, check_fields)
-    text = fields.get("text_config") or fields
-    read_fields(path, lambda _: check_fields(text))
+    fields = read_fields(path)
+    text = fields.get("text_config") or {}
+    for part in (fields, text):
+        check_fields(path, part, OF_CONFIG)
     for name, rules in OF_OTHERS.items():
         if (beside := path.with_name(name)).is_file():
-            read_fields(beside, partial(check_others, rules, text.get("vocab_size")))
+            check_fields(beside, read_fields(beside) | {"vocab_size": (text or fields).get("vocab_size")}, rules)
     return fields
 
 
-def read_fields(path: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Return the object in a model's JSON file. ValueError, with the file, if there is none or `check` refuses it."""
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return the object in a model's JSON file. ValueError, with the file, if there is none."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        fields = read_json(path.read_bytes(), nul=True, any_number=True)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a model's {path.name}: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no object of fields; a model's {path.name} is needed")
-    try:
-        check(fields)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
     return fields
 
 
-def check_others(rules: Mapping[str, Rule], vocabulary: int | None, fields: dict[str, Any]) -> None:
-    check_given({name: fields.get(name) for name in rules}, rules)
-    check_ends(fields, vocabulary)
-
-
-def check_fields(fields: Any) -> None:
-    """Raise ValueError for a field of a config that would end in a division by zero, in NaN or in a wrong type."""
-    check_given({name: fields.get(name) for name in OF_CONFIG}, OF_CONFIG)
-    for name in ("rope_parameters", "rope_scaling"):
-        whole = fields.get(name) or {}
-        for rope in filter(OBJECT[1], (whole, *whole.values())):
-            check_given({f"{name}.{part}": rope.get(part) for part in ROPE},
-                        {f"{name}.{part}": rule for part, rule in ROPE.items()})
-    heads, groups, vocabulary = (fields.get(name) for name in ("num_attention_heads", "num_key_value_heads",
-                                                               "vocab_size"))
-    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-        raise ValueError(f"num_key_value_heads is {groups}, of which num_attention_heads, {heads}, is no multiple")
-    check_ends(fields, vocabulary)
-
-
-def check_ends(fields: dict[str, Any], vocabulary: int | None) -> None:
-    ends = fields.get("eos_token_id")
-    for end in ends if isinstance(ends, list) else [ends]:
-        if end is not None and not (WHOLE[1](end) and 0 <= end < (vocabulary or math.inf)):
-            raise ValueError(f"eos_token_id has {end!r}; token ids are 0 to {(vocabulary or 2**31) - 1}")
+def check_fields(path: Path, fields: dict[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Raise ValueError, with the file, for a field that would end in a division by zero, NaN or a wrong type."""
+    try:
+        check_given({name: fields.get(name) for name in rules}, rules)
+        for name in ("rope_parameters", "rope_scaling") if rules is OF_CONFIG else ():
+            whole = fields.get(name) or {}
+            for rope in filter(OBJECT[1], (whole, *whole.values())):
+                check_given({f"{name}.{part}": rope.get(part) for part in ROPE},
+                            {f"{name}.{part}": rule for part, rule in ROPE.items()})
+        heads, groups = (fields.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+        if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+            raise ValueError(f"num_key_value_heads is {groups}, of which num_attention_heads, {heads}, is no multiple")
+        most, ends = fields.get("vocab_size") or 2**31, fields.get("eos_token_id")
+        for end in ends if isinstance(ends, list) else [ends]:
+            if end is not None and not (WHOLE[1](end) and 0 <= end < most):
+                raise ValueError(f"eos_token_id has {end!r}; token ids are 0 to {most - 1}")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

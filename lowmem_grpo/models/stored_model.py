@@ -17,7 +17,7 @@ from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16
 from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.model_shape import named_config, read_config
 from lowmem_grpo.models.gguf_file import gguf_config
-from lowmem_grpo.utils import JsonError, is_adapter, is_gguf, read_json
+from lowmem_grpo.utils import JsonError, is_adapter, is_gguf, leads_out, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -119,9 +119,8 @@ def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None 
     fields = stored_fields(folder)
     if fields is None:
         return
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (Path(folder) / index).is_file():
-            indexed_files(Path(folder) / index)
+    if Path(folder).is_dir():
+        weight_files(Path(folder))
     check_family(fields, name)
     stored_form(fields, name)
     refuse_longer(max_seq_length, (fields.get("text_config") or fields).get("max_position_embeddings"))
@@ -137,11 +136,8 @@ def stored_fields(path: str | Path) -> dict[str, Any] | None:
     return read_config(file) if file.is_file() else None
 
 
-def indexed_files(index: Path) -> dict[str, Path]:
-    """Return {tensor: its file} of a model's index. ValueError for a damaged index, and for files outside its folder:
-    the folder may come from others. A link of the hub's cache leads to the files of the same model."""
-    folder = index.parent.resolve()
-    inside = folder.parent.parent if folder.parent.name == "snapshots" else folder
+def indexed_files(index: Path) -> list[str]:
+    """Return the names of the files in a model's index, in order. ValueError for a damaged index."""
     try:
         places = read_json(index.read_bytes())
     except JsonError as error:
@@ -149,9 +145,7 @@ def indexed_files(index: Path) -> dict[str, Path]:
     names = places.get("weight_map") if isinstance(places, dict) else None
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index} is no index of a model: weight_map must name a file for each tensor")
-    if out := next((name for name in {*names.values()} if not (folder / name).resolve().is_relative_to(inside)), None):
-        raise ValueError(f"{index} names {out!r}, which lies outside of its folder; put the model's files into it")
-    return {name: index.parent / file for name, file in names.items()}
+    return sorted({*names.values()})
 
 
 def refuse_longer(max_seq_length: int | None, longest: int | None) -> None:
@@ -162,18 +156,21 @@ def refuse_longer(max_seq_length: int | None, longest: int | None) -> None:
 
 def weight_files(folder: Path) -> tuple[list[Path], list[str]]:
     """Return the files that are the model in a folder, in the order in which transformers reads them, and the names of
-    files with other weights, which it leaves. OSError if a shard is missing; no files if there are no weights."""
+    files with other weights, which it leaves; no files if there are no weights. OSError if a shard is missing,
+    ValueError if a file lies outside of the folder."""
     config = folder / "config.json"
     named = read_config(config).get("transformers_weights") if config.is_file() else None
     first = next((name for name in (named, SINGLE, INDEX, *PICKLED) if name and (folder / name).is_file()), None)
-    files = [] if first is None else [folder / first]
-    if first is not None and first.endswith(".index.json"):
-        files = sorted(set(indexed_files(folder / first).values()))
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise OSError(f"{folder} is not a whole model: {missing[0]} is missing")
+    names = [] if first is None else indexed_files(folder / first) if first.endswith(".index.json") else [first]
+    for name in names:
+        if leads_out(folder, name):
+            raise ValueError(f"{folder} has its weights in {name}, which lies outside of its folder; put the file "
+                             "itself into the folder")
+        if not (folder / name).is_file():
+            raise OSError(f"{folder} is not a whole model: {name} is missing")
     kinds = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pth", "*.index.json")
     held = {path.name for kind in kinds for path in folder.glob(kind) if not path.name.startswith("adapter_")}
-    return files, sorted(held - {first, *(file.name for file in files)})
+    return [folder / name for name in names], sorted(held - {first, *names})
 
 
 def say_other_weights(folder: Path) -> None:

@@ -114,11 +114,9 @@ def check_patterns(config: Any, names: Iterable[str], owner: str) -> None:
     names of modules in seconds: nested repetitions take for ever, and nothing can stop Python's `re`. `owner`
     begins the message."""
     patterns = patterns_of(config)
-    if not patterns or not (calls := fault_of(tuple(patterns.values()), ("", *sorted({*names})))):
-        return
-    place, fault = calls
-    raise AdapterError(f"{owner} has the pattern {[*patterns][place]}, {fault}. Write it without nested repetitions, "
-                       "or list names")
+    if patterns and (found := fault_of(tuple(patterns.values()), ("", *sorted({*names})))):
+        raise AdapterError(f"{owner} has the pattern {[*patterns][found[0]]}, {found[1]}. Write it without nested "
+                           "repetitions, or list names")
 
 
 def patterns_of(config: Any) -> dict[str, tuple[str, str]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.runs.records import FINAL, SUMMARY, json_object
-from lowmem_grpo.utils import MIB, PATH, TEXT, TRUTH, Rule, check_given, is_adapter, read_json
+from lowmem_grpo.utils import MIB, PATH, TEXT, TRUTH, Rule, check_given, is_adapter, leads_out, read_json
 
 ADAPTER_FILE = "adapter_model.safetensors"
 FILES = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safetensors", "state.json")
@@ -67,6 +67,9 @@ def check_adapter_folder(folder: Path) -> None:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing; the folder is not a whole adapter"
                                   f"{inner_adapters(folder)}")
+    if leads_out(folder, ADAPTER_FILE):
+        raise CheckpointError(f"{folder / ADAPTER_FILE} is a link to a file outside of its folder; put the file itself "
+                              "into the folder")
 
 
 def inner_adapters(folder: Path) -> str:

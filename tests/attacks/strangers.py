@@ -9,9 +9,11 @@ answer of the promise that it returned, is an error of the server (500, or the c
 died, or where the other user was not answered meanwhile.
 """
 
+import base64
 import http.client
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,8 +23,11 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
+from google.protobuf.json_format import ParseDict, ParseError
+
+from lowmem_grpo.server.tinker import wire
 from tests.attacks.attack import Verdict, attack_and_exit
 
 API = "/api/v1"
@@ -35,6 +40,12 @@ HOSTILE: dict[str, Any] = {
     "escape": "\x1b[2J", "long text": "x" * 200_000, "many": list(range(5000)), "deep": DEEP, "object": {"a": {}},
     "key": {"\ud800": 1},
 }
+PACKED = {  # values of a field of bytes, which hold tokens, numbers or offsets
+    "one byte": b"\1", "seven bytes": b"1234567", "ones": b"\xff" * 16, "NaNs": struct.pack("<2f", *[float("nan")] * 2),
+    "least and most": struct.pack("<2q", -(2**63), 2**63 - 1), "wraps round": struct.pack("<3q", 0, 2**63 - 1, -2),
+    "large tokens": struct.pack("<2i", 2**31 - 1, -(2**31)), "a megabyte": bytes(2**20),
+}
+HOSTILE |= {name: base64.b64encode(value).decode() for name, value in PACKED.items()}
 KEY, OTHERS_KEY = "tml-" + "a" * 32, "tml-" + "b" * 32
 
 
@@ -68,10 +79,16 @@ def served(folder: Path) -> Iterator[Target]:
 
 
 def routes(name: str, model: str, sampler: str) -> dict[str, dict[str, Any]]:
-    """A right body for each route that takes one, by method and path; `seq_id` is set when it is sent."""
+    """A right body for each route that takes one, by method and path; `seq_id` is set when it is sent. The method is
+    PROTOBUF for a body of that kind, and FORM for a button of the page."""
     session = model.partition(":")[0]
     prompt: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["x"]}
     datum = {"tokens": [5, 6], "target_tokens": [6, 7], "weights": [0.0, 1.0]}
+    cells = {"values": struct.pack("<f", 1), "crow_indices": struct.pack("<3q", 0, 0, 1),
+             "col_indices": struct.pack("<q", 0)}
+    tensors = {"target_tokens": {"dense": struct.pack("<2i", 6, 7), "dtype": wire.INT32, "shape": [2, 1]},
+               "weights": {"sparse_csr": cells, "dtype": wire.FLOAT32, "shape": [2, 1]}}
+    packed = [{"model_input": [{"encoded_text": {"tokens": struct.pack("<2i", 5, 6)}}], "loss_fn_inputs": tensors}]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     return {
         "POST /v1/chat/completions": prompt | {
@@ -102,13 +119,44 @@ def routes(name: str, model: str, sampler: str) -> dict[str, dict[str, Any]]:
         f"POST {API}/retrieve_future": {"request_id": f"{model}:0"}, f"POST {API}/telemetry": {},
         f"POST {API}/unload_model": {"model_id": "x"},
         "POST /jobs": {"recipe": "nothing", "options": ["a=1"], "priority": 0, "time_limit": 5.0, "share": 0.5},
+        f"PROTOBUF {API}/forward_backward": in_base64({
+            "model_id": model, "seq_id": 1, "loss_fn": "cross_entropy", "data": packed, "forward_only": True,
+            "loss_fn_config": {}, "loss_fn_config_v2": {}}),
+        f"POST {API}/sessions/{session}/finish": {"reason": {"type": "success"}},
+        f"PUT {API}/training_runs/{model}/checkpoints/weights/a/ttl": {"ttl_seconds": 60},
+        "FORM /page/do/cancel": {"run": "1"}, "FORM /page/enter": {"key": "x"},
         "POST /jobs/1/cancel": {}, "POST /jobs/1/resume": {"options": ["a=1"]},
     }
 
 
-PATHS = ("/v1/models/{}", "/jobs/{}", "/jobs/{}/log", "/jobs/1/log?from={}", API + "/training_runs/{}",
-         API + "/training_runs?limit={}", API + "/samplers/{}", "/page/files/{}", "/page/data?run={}",
-         "/page/enter?ticket={}")
+PATHS = ("GET /v1/models/{}", "GET /jobs/{}", "GET /jobs/{}/log", "GET /jobs/1/log?from={}", "FORM /page/do/{}",
+         *(f"GET {API}/{place}" for place in ("training_runs/{}", "training_runs?limit={}", "samplers/{}",
+                                              "checkpoints?offset={}")),
+         *(f"DELETE {API}/training_runs/{place}" for place in ("{}/checkpoints/weights/a", "a/checkpoints/{}/a",
+                                                               "a/checkpoints/weights/{}")),
+         f"POST {API}/sessions/{{}}/finish", "GET /page/files/{}", "GET /page/data?run={}", "GET /page/enter?ticket={}",
+         "FORM /page/leave?{}")
+
+
+def in_base64(value: Any) -> Any:
+    """The value with bytes as protobuf's JSON has them."""
+    if isinstance(value, dict):
+        return {name: in_base64(item) for name, item in value.items()}
+    return list(map(in_base64, value)) if isinstance(value, list) else (
+        base64.b64encode(value).decode() if isinstance(value, bytes) else value)
+
+
+def encoded(method: str, body: Any) -> tuple[str, bytes | None, str]:
+    """The method, the content and its type of a request; a protobuf that cannot hold the body is no protobuf."""
+    if method == "PROTOBUF":
+        try:
+            return "POST", ParseDict(body, wire.ForwardBackwardRequest()).SerializeToString(), wire.PROTOBUF
+        except (ParseError, TypeError, ValueError, RecursionError, SystemError):
+            return "POST", json.dumps(body).encode(), wire.PROTOBUF
+    if method == "FORM":
+        fields = {name: str(value)[:10**5] for name, value in (body or {}).items()}
+        return "POST", urlencode(fields, errors="surrogatepass").encode(), "application/x-www-form-urlencoded"
+    return method, None if body is None else json.dumps(body).encode(), "application/json"
 
 
 def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -132,19 +180,23 @@ class Stranger:
     """A client with one key."""
 
     def __init__(self, port: int, key: str) -> None:
-        self.port, self.key, self.seq = port, key, 0
+        self.port, self.key, self.seq, self.cookie = port, key, 0, ""
+        self.send("FORM", "/page/enter", {"key": key})
 
     def send(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        headers = {"X-API-Key": self.key, "Accept": "application/json", "Content-Type": "application/json"}
+        method, content, kind = encoded(method, body)
+        headers = {"X-API-Key": self.key, "Accept": "application/json", "Content-Type": kind, "Cookie": self.cookie,
+                   "Origin": f"http://127.0.0.1:{self.port}"}
         try:
-            connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
+            connection.request(method, path, content, headers)
             reply = connection.getresponse()
+            self.cookie = self.cookie or reply.headers.get("Set-Cookie", "").partition(";")[0]
             return reply.status, reply.read()
         finally:
             connection.close()
 
-    def json(self, path: str, **body: Any) -> Any:
+    def json(self, path: str, /, **body: Any) -> Any:
         return json.loads(self.send("POST", f"{API}/{path}", body)[1])
 
     def answered(self, method: str, path: str, body: Any = None) -> str:
@@ -165,7 +217,9 @@ def attack(serve: Target, every: int = 1) -> Iterator[Verdict]:
     session = stranger.json("create_session")["session_id"]
     base = {"session_id": session, "base_model": serve.model}
     made = stranger.json("create_model", **base, model_seq_id=0, lora_config={"rank": 2})
-    stranger.json("retrieve_future", request_id=made["request_id"])
+    saved = stranger.json("save_weights", model_id=made["model_id"], seq_id=1, path="a")
+    stranger.json("retrieve_future", request_id=saved["request_id"])
+    stranger.seq = 1
     sampler = stranger.json("create_sampling_session", **base, sampling_session_seq_id=0)
     number, seq = 0, 0
     for route, body in routes(serve.model, made["model_id"], sampler["sampling_session_id"]).items():
@@ -183,12 +237,14 @@ def attack(serve: Target, every: int = 1) -> Iterator[Verdict]:
                     sent["seq_id"] = stranger.seq + 1
                 yield verdict(stranger, other, serve, method, path, sent, f"{'.'.join(map(str, place))} is {name}")
                 stranger.seq = done(stranger, made["model_id"], stranger.seq)
-    for path in PATHS:
+    for route in PATHS:
+        method, path = route.split()
         for name, value in HOSTILE.items():
             number += 1
             if number % every == 0 and not isinstance(value, list | dict):
                 text = quote(str(value)[:2000].encode("utf-8", "surrogatepass"), safe="")
-                yield verdict(stranger, other, serve, "GET", path.format(text), None, name)
+                sent = None if method in ("GET", "DELETE") else {"reason": "success", "run": "1"}
+                yield verdict(stranger, other, serve, method, path.format(text), sent, name)
 
 
 def done(stranger: Stranger, model: str, seq: int) -> int:

@@ -13,9 +13,15 @@ from safetensors.torch import load_file, save_file
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.data.files import read_rows
 from lowmem_grpo.memory.model_shape import named_config, named_shapes, read_config
-from lowmem_grpo.models.export.base_weights import tensor_files
+from lowmem_grpo.models.export.base_weights import TensorFiles, tensor_files
 from lowmem_grpo.models.stored_model import EMBEDDED, indexed_files, resolve
-from lowmem_grpo.runs.saved_adapter import AdapterError, adapter_settings, base_of_adapter
+from lowmem_grpo.runs.saved_adapter import (
+    AdapterError,
+    CheckpointError,
+    adapter_settings,
+    base_of_adapter,
+    find_adapter,
+)
 
 NAN, CONFIG, GENERATION, TOKENIZER = float("nan"), "config.json", "generation_config.json", "tokenizer_config.json"
 WRONG: list[tuple[str, str, Any, str]] = [  # file, field, value, words
@@ -35,6 +41,7 @@ WRONG: list[tuple[str, str, Any, str]] = [  # file, field, value, words
     (CONFIG, "model_type", 7, "model_type is 7"),
     (CONFIG, "text_config", "x", "text_config is 'x'"),
     (CONFIG, "tie_word_embeddings", "no", "tie_word_embeddings is"),
+    (CONFIG, "transformers_weights", ["a"], "transformers_weights is"),
     (CONFIG, "num_key_value_heads", None, "do not have the sizes of its config.json"),
     (CONFIG, "hidden_size", 10**12, "do not have the sizes of its config.json"),
     (CONFIG, "hidden_act", "none such", r"cannot be loaded \(KeyError"),
@@ -69,14 +76,18 @@ def test_a_value_that_no_model_has_is_refused_by_file_and_field(
 
 
 @pytest.mark.parametrize("file", [CONFIG, GENERATION, TOKENIZER])
-@pytest.mark.parametrize("text", ["[" * 10**5, "[]", "{", "\0"])
+@pytest.mark.parametrize("text", ["[" * 10**5, "[]", "{", "\0", '{"a": 1, "a": 2}', '{"a": "\\ud800"}',
+                                  f'{{"a": {"[" * 100}{"]" * 100}}}'])
 def test_what_is_no_object_is_refused_by_its_file(file: str, text: str, model: Path) -> None:
     (model / file).write_text(text)
     with pytest.raises(ValueError, match=file):
         FastLanguageModel.from_pretrained(str(model), load_in_4bit=False)
 
 
-def test_the_settings_of_published_models_are_taken() -> None:
+def test_the_settings_of_published_models_are_taken(model: Path) -> None:
+    edit(model / TOKENIZER, model_max_length=10**30)  # as in many published ones
+    edit(model / CONFIG, time_step_limit=[0.0, float("inf")])
+    FastLanguageModel.from_pretrained(str(model), load_in_4bit=False)
     assert [named_config(name)["hidden_size" if "hidden_size" in named_config(name) else "text_config"]
             for name in named_shapes()]
     for name in EMBEDDED:
@@ -107,6 +118,39 @@ def test_a_weight_index_that_leads_out_of_its_folder_is_refused(place: str, mode
         FastLanguageModel.from_pretrained(str(model), load_in_4bit=False)
     with pytest.raises(ValueError, match="lies outside of its folder"):
         tensor_files(model)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "other.safetensors"])
+def test_a_file_of_weights_that_is_a_link_out_of_its_folder_is_not_read(
+    name: str, model: Path, tmp_path: Path
+) -> None:
+    (model / "model.safetensors").rename(tmp_path / "secret.safetensors")
+    (model / name).symlink_to(tmp_path / "secret.safetensors")
+    edit(model / CONFIG, **{"transformers_weights": name} if name.startswith("other") else {})
+    for read in (tensor_files, lambda folder: FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False)):
+        with pytest.raises(ValueError, match="lies outside of its folder"):
+            read(model)
+
+
+def test_an_adapter_that_is_a_link_out_of_its_folder_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (tmp_path / "secret.safetensors").touch()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").symlink_to("../secret.safetensors")
+    with pytest.raises(CheckpointError, match="is a link to a file outside of its folder"):
+        find_adapter(folder)
+
+
+@pytest.mark.parametrize("state", ["[" * 10**5, "{", "[]", "{}", '{"shape": [2], "blocksize": "x"}',
+                                   '{"shape": 3, "blocksize": 64}', None])
+def test_a_weight_in_4_bits_is_described_by_its_file_or_refused(state: str | None, tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.zeros(4, dtype=torch.uint8), "a.weight.absmax": torch.zeros(1)}
+    if state is not None:
+        tensors["a.weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*state.encode()], dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: a\.weight.* does not describe a weight in 4 bits"):
+        TensorFiles(tensor_files(tmp_path), torch.float32, "cpu").in_4bit("a.weight")
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "{", "[" * 10**5])

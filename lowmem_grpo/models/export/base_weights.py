@@ -4,7 +4,6 @@
 training are first quantized as in the loader, because the adapter was trained on the quantized values.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from lowmem_grpo.kernels.frozen_weight import FrozenWeight, frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.memory.families import has_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8_BLOCK, NF4
+from lowmem_grpo.models import attention
 from lowmem_grpo.models.expert_loading import quantized_stack
 from lowmem_grpo.models.experts import STACKS, ExpertStack
 from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, scale_of
@@ -34,7 +34,7 @@ from lowmem_grpo.models.pretrained import nf4
 from lowmem_grpo.models.quantized_linear import QuantizedLinear
 from lowmem_grpo.models.stored_model import INDEX, SINGLE, block_of, quantization_of, text_name, weight_files
 from lowmem_grpo.runs.adapter_file import PREFIX
-from lowmem_grpo.utils import is_gguf
+from lowmem_grpo.utils import is_gguf, read_json
 
 PARTS = ".weight."  # a 4-bit weight has `q_proj.weight.absmax` beside `q_proj.weight`
 STATE = ".quant_state.bitsandbytes__"
@@ -173,7 +173,13 @@ class TensorFiles:
     def in_4bit(self, name: str) -> Weight:
         """Return a tensor that is stored in 4 bits, as bitsandbytes writes it, with its scales in tensors beside it."""
         parts = [other for other in self.places if other.startswith(f"{name}.")]
-        described = json.loads(bytes(self.read(next(part for part in parts if STATE in part)).tolist()))
+        state = next((part for part in parts if STATE in part), name)
+        try:
+            described = read_json(bytes(self.read(state).tolist()))
+            shape, step = tuple(map(int, described["shape"])), int(described["blocksize"])
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(f"{self.places[state]}: {state} does not describe a weight in 4 bits ({error}); fetch the "
+                             "model again") from None
 
         def read() -> FrozenWeight:
             stats = {f"weight.{part.removeprefix(f'{name}.')}": self.read(part) for part in parts}
@@ -181,7 +187,7 @@ class TensorFiles:
             param.quant_state.dtype = self.dtype
             return NF4Weight.from_bitsandbytes(param)
 
-        return self.quantized(name, tuple(described["shape"]), described["blocksize"], read)
+        return self.quantized(name, shape, step, read)
 
     def in_fp8(self, name: str, scale: str, block: tuple[int, int] | None) -> Weight:
         """Return a tensor stored in FP8; `scale` is the name of its scales."""
@@ -253,9 +259,14 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return places
 
 
+def empty_model(config: Any) -> Any:
+    """Return the model that a config describes, without memory for its weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
+
+
 def linears_to_quantize(config: Any, dtype: torch.dtype) -> set[str]:
     """Return the paths of the modules that loading quantizes, to 4 bit or FP8."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model = empty_model(config)
     AutoHfQuantizer.from_config(nf4(dtype)).preprocess_model(model, device_map=None)
     return {path for path, module in model.named_modules() if isinstance(getattr(module, "weight", None), Params4bit)}

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.models.export import gguf
-from lowmem_grpo.models.export.base_weights import stored_weights, tensor_files
+from lowmem_grpo.models.export.base_weights import empty_model, stored_weights, tensor_files
 from lowmem_grpo.models.export.folder import Exported, ExportError, new_folder
 from lowmem_grpo.models.export.merge import read_pairs
 from lowmem_grpo.models.export.merged import DTYPES, Merge, adapter_logits, live_merge, output_dtype, write_folder
@@ -26,12 +26,13 @@ from lowmem_grpo.models.hub import check_repo, model_folder, push
 from lowmem_grpo.models.policy import end_ids
 from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside
 from lowmem_grpo.models.stored_model import resolve
-from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
+from lowmem_grpo.runs.adapter_file import check_patterns, layers_of, lora_config, read_adapter
 from lowmem_grpo.runs.saved_adapter import (
     ADAPTER_FILE,
     BASE_FILE,
     BaseRecord,
     RunAdapter,
+    adapter_settings,
     base_of_adapter,
     find_adapter,
 )
@@ -130,6 +131,8 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
     with stored.naming_the_model():
         (config, names), tokenizer = stored.parts(), tokenizer_beside(adapter.folder) or stored.tokenizer()
         form = stored.form(form)
+    adapter_config = lora_config(adapter_settings(adapter.folder), adapter.folder)
+    check_patterns(adapter_config, (path for path, _ in empty_model(config).named_modules()), adapter.note)
     weights = stored_weights(Path(stored.path), config, form, computed, device, names)
     dtype, generation = output_dtype(settings.dtype, computed), generation_of(stored.path)
     ends = end_ids(generation_of(adapter.folder) or generation or config, tokenizer)

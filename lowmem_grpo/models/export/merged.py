@@ -22,14 +22,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from lowmem_grpo.memory.oom import freed_memory_returned
-from lowmem_grpo.models import attention
-from lowmem_grpo.models.export.base_weights import Weight, live_weights, tensor_files
+from lowmem_grpo.models.export.base_weights import Weight, empty_model, live_weights, tensor_files
 from lowmem_grpo.models.export.folder import Exported, ExportError, check_disk, new_folder
 from lowmem_grpo.models.export.merge import LoraPair, MergeError, check_merged, live_pairs, size_of, write_merged
 from lowmem_grpo.models.policy import end_ids, evaluating
 from lowmem_grpo.models.pretrained import Pretrained, compute_in, fix_frequencies
-from lowmem_grpo.runs.adapter_file import check_patterns, lora_config
-from lowmem_grpo.runs.saved_adapter import adapter_settings
 
 logger = logging.getLogger(__name__)
 
@@ -184,8 +181,6 @@ def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: 
     for parameter in model.parameters():  # requantizing weights in 4 bit or FP8 would change their values
         if not isinstance(parameter, Params4bit) and parameter.is_floating_point():
             parameter.data = parameter.data.float()
-    names = (name for name, _ in model.named_modules())
-    check_patterns(lora_config(adapter_settings(adapter), adapter), names, f"the adapter in {adapter}")
     adapted: Any = PeftModel.from_pretrained(model, str(adapter)).eval()
     adapted.get_base_model().set_attn_implementation("sdpa")
     return live_logits(adapted)
@@ -206,10 +201,7 @@ def check_loads(folder: Path, names: set[str]) -> None:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise MergeError(f"{folder}/config.json still has a quantization_config")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention.NAME, trust_remote_code=False
-        )
+    model = empty_model(config)
     own, conversions = dict(model.named_parameters()), get_model_conversion_mapping(model)
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]

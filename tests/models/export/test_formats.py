@@ -160,8 +160,11 @@ def test_folders_may_be_given_as_texts_and_one_of_pefts_names_of_adapters_names_
     {"target_modules": r".*_proj|(([\w.]+)+)+!"},  # ends on the layers of the adapter, and never on the model's others
     {"alpha_pattern": {r"(([\w.]+)+)+!": 4}},
 ])
-def test_a_merge_does_not_match_a_pattern_for_ever(pattern: dict[str, Any], copy: Path, tmp_path: Path) -> None:
+def test_a_merge_does_not_match_a_pattern_for_ever_and_writes_nothing_before(
+    pattern: dict[str, Any], copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     edit(copy, **pattern)
+    monkeypatch.setattr("lowmem_grpo.models.export.formats.write_folder", None)  # an error if it is called
     with pytest.raises(AdapterError, match=r"has the pattern .*takes too long to match"):
         export(copy, "merged", tmp_path / "out", ExportSettings(device="cpu"))
     assert not [*tmp_path.glob(".out*"), *tmp_path.glob("out*")]
