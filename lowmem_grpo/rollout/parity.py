@@ -121,9 +121,9 @@ class ParityGate:
         """Return metrics of the difference on some groups; ParityError if its mean is above what is allowed. Tokens
         with NaN or infinite log-probabilities are left out, with a warning."""
         chosen = list(islice(groups, GROUPS))
-        compared = self.finite(self.recompute(chosen))
-        if self.of_rounding and self.above(compared):
-            compared = self.finite(self.recompute(chosen, rounding=True), warn=False)
+        compared = self.recompute(chosen)
+        if self.of_rounding and any(mean > allowed for *_, mean, allowed in self.parts(compared)):
+            compared = self.recompute(chosen, rounding=True)
         if compared.sampled.numel() == 0:
             return {}
         self.judge(compared)
@@ -139,42 +139,23 @@ class ParityGate:
         self.advised = True
         return metrics
 
-    def finite(self, compared: Compared, warn: bool = True) -> Compared:
-        """Return the tokens whose log-probabilities are finite, on both sides."""
-        finite = (compared.sampled - compared.recomputed).isfinite()
-        if warn and (lost := int(finite.logical_not().sum())):
-            logger.warning("the parity check left out %d of %d tokens, whose log-probabilities are NaN or infinite",
-                           lost, len(finite))
-        return compared.kept(finite)
-
-    def parts(self, compared: Compared) -> Iterator[tuple[str, Compared]]:
-        """Yield what is judged, with words for it: all tokens, and those of later turns."""
-        yield "", compared
-        if compared.later.any():
-            yield " of later turns", compared.kept(compared.later)
-
-    def above(self, compared: Compared) -> bool:
-        """Return whether a mean difference must be explained. If sampling is truncated, none must."""
-        return not self.truncates and any(part.difference.mean().item() > self.allowed(part)
-                                          for _, part in self.parts(compared))
-
-    def allowed(self, part: Compared) -> float:
-        """Return the largest mean difference of a healthy sampler over these tokens."""
-        rounding, tokens = part.rounding.mean().item(), len(part.rounding)
-        return max(self.bound, self.of_rounding * rounding * (1 + FEW / tokens**0.5)) if tokens else self.bound
+    def parts(self, compared: Compared) -> Iterator[tuple[str, Compared, float, float]]:
+        """Yield words, tokens, mean difference and the largest one of a healthy sampler: for all tokens and for those
+        of later turns. If sampling is truncated, nothing is judged."""
+        for whose, part in (("", compared), (" of later turns", compared.kept(compared.later))):
+            if count := 0 if self.truncates else len(part.sampled):
+                of_rounding = self.of_rounding * part.rounding.mean().item() * (1 + FEW / count**0.5)
+                yield whose, part, part.difference.mean().item(), max(self.bound, of_rounding)
 
     def judge(self, compared: Compared) -> None:
         """Raise ParityError if a mean difference exceeds what is allowed. Log once if only rounding explains it."""
-        if self.truncates:
-            return
-        for whose, part in self.parts(compared):
-            mean, most, allowed = part.difference.mean().item(), part.difference.max().item(), self.allowed(part)
-            rounded = part.rounding.mean().item()
+        for whose, part, mean, allowed in self.parts(compared):
+            most, rounded = part.difference.max().item(), part.rounding.mean().item()
             said = (f"the sampler's log-probabilities differ from the trainer's by {mean:.4f} on average over "
                     f"{len(part.sampled)} tokens{whose} (largest {most:.4f})")
-            if not mean <= allowed:
-                first = compared.kept(~compared.later)
-                between = compared.later.any() and not first.difference.mean().item() > self.allowed(first)
+            if mean > allowed:
+                _, _, first, healthy = next(self.parts(compared.kept(~compared.later)), ("", part, 0.0, 0.0))
+                between = compared.later.any() and first <= healthy
                 limit = f"{self.bound} (parity_bound)" if allowed == self.bound else (
                     f"{allowed:.4f}, as rounding alone changes the trainer's own by {rounded:.4f} (parity_bound sets "
                     "another bound)")
@@ -197,7 +178,8 @@ class ParityGate:
         return causes + (OWN_SAMPLER if self.engine != "transformers" else "")
 
     def recompute(self, groups: list[RolloutGroup], rounding: bool = False) -> Compared:
-        """Return both sides' log-probabilities (dropout off), and with `rounding` what rounding does to them."""
+        """Return both sides' log-probabilities (dropout off) where both are finite, and with `rounding` what rounding
+        does to them."""
         routes = self.policy.route_counts
         with evaluating(self.policy.model):
             pairs = self.packer.run("the parity check", groups, Limits(TOKENS_AT_ONCE),
@@ -205,7 +187,12 @@ class ParityGate:
         if rounding:
             self.policy.route_counts = routes  # a second look is not counted again
         empty = Compared(torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.bool), torch.empty(0))
-        return Compared(*(torch.cat(parts) for parts in zip(*(pairs or [empty]), strict=True)))
+        compared = Compared(*(torch.cat(parts) for parts in zip(*(pairs or [empty]), strict=True)))
+        finite = (compared.sampled - compared.recomputed).isfinite()
+        if not rounding and (lost := int(finite.logical_not().sum())):
+            logger.warning("the parity check left out %d of %d tokens, whose log-probabilities are NaN or infinite",
+                           lost, len(finite))
+        return compared.kept(finite)
 
     @torch.no_grad()
     def pairs(self, batches: Iterator[MicroBatch], rounding: bool = False) -> list[Compared]:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 try:
@@ -23,8 +23,7 @@ LOST = {  # what a file system may not know, and what is lost by it
     "flushing a file": "the files written last may be damaged after a power cut",
     "locks": "a second process in this folder is noticed only by the process that .owner.json names",
     "its free space": "a full disk is noticed only when it refuses a write",
-    "renaming over a file": "a process that dies just then may leave no file, or a part of it",
-    "renaming a folder": "folders are copied, and a process that dies just then may leave a part of one",
+    "renaming over a file": "a process that dies just then may leave no file",
 }
 SAID: set[str] = set()  # those of LOST that this run has said
 ADVICE = {
@@ -89,15 +88,9 @@ def explained(path: Path, kind: type[Exception] = OSError, option: str = "folder
     try:
         yield
     except Exception as error:
-        number = number_of(error)
-        if number is None or isinstance(error, ConnectionError | TimeoutError):
+        if number_of(error) is None or isinstance(error, ConnectionError | TimeoutError):
             raise
-        place, mine = Path(os.fsdecode(getattr(error, "filename", None) or path)).resolve(), path.resolve()
-        names_it = mine in (place, *place.parents) or place in mine.parents or f"/.{mine.name}." in place.as_posix()
-        if names_it or number in OF_WRITING:  # a copy names its source, whichever of the two files failed
-            raise kind(f"{path} cannot be written: {os.strerror(number)}; "
-                       f"{advice(number, 0, free).replace('output_dir', option)}") from error
-        raise kind(f"{place} cannot be read: {os.strerror(number)}; nothing was written to {path}") from error
+        raise kind(refused(path, error, 0, free).replace("output_dir", option)) from error
 
 
 def number_of(error: Exception) -> int | None:
@@ -112,7 +105,9 @@ def refused(path: Path, error: Exception, needed: int, free: int | None) -> str:
     """Return the message for a disk that refused `needed` bytes at `path`; `free` bytes were free before."""
     number = number_of(error)
     words = str(error) if number is None else os.strerror(number)
-    return f"{path} was not written: {words}; {advice(number, needed, free)}"
+    file = os.fsdecode(getattr(error, "filename", None) or path)
+    place = "" if number in OF_WRITING or Path(file) == path else f" ({file})"  # a copy names its source for its target
+    return f"{path} was not written: {words}{place}; {advice(number, needed, free)}"
 
 
 def advice(number: int | None, needed: int, free: int | None) -> str:
@@ -137,9 +132,7 @@ def swap_in(temp: Path, folder: Path) -> None:
         move(temp, folder)
         flush(folder.parent)
     except BaseException:
-        if temp.exists():
-            remove(folder)  # there is none, or a part of a copy
-        else:
+        if not temp.exists():
             move(folder, temp)
         if aside.exists():
             move(aside, folder)
@@ -147,32 +140,16 @@ def swap_in(temp: Path, folder: Path) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename a file, over an existing one too, or a folder. What the file system cannot rename is copied."""
+    """Rename a folder, or a file, over an existing one too."""
     try:
         os.replace(source, target)
     except OSError as error:
-        is_file = source.is_file()
-        if error.errno not in ABSENT | {errno.EXDEV} | ({errno.EEXIST} if is_file else set()):
+        if error.errno not in ABSENT | {errno.EEXIST}:
             raise
-        say_lost("renaming over a file" if is_file else "renaming a folder", target, error.strerror)
-        if is_file:  # some refuse only to replace
+        if target.is_file():
+            say_lost("renaming over a file", target, error.strerror)
             remove(target)
-            with suppress(OSError):
-                os.rename(source, target)
-                return
-        copy(source, target)
-        remove(source)
-
-
-def copy(source: Path, target: Path) -> None:
-    """Copy a file or a folder, without modes and times, which some file systems refuse to set."""
-    if source.is_file():
-        shutil.copyfile(source, target)
-        flush(target)
-        return
-    target.mkdir()
-    for path in source.iterdir():
-        copy(path, target / path.name)
+        os.rename(source, target)
 
 
 def aside_of(folder: Path) -> Path:

@@ -122,10 +122,10 @@ def reward_name(key: str) -> str | None:
 
 
 class Sink:
-    """The base class of listeners that write every log line, evaluations included. Each begins with its first line."""
+    """The base class of listeners that `write(args, values, step)` every log line, evaluations included. Each begins
+    with its first line."""
 
-    def write(self, args: Any, values: dict[str, float], step: int) -> None:
-        raise NotImplementedError
+    write: Any
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
@@ -143,18 +143,9 @@ class RunSink(Sink):
 
     run: Any = None  # the run written to last
     opened: ClassVar[Any] = None  # the newest run that a listener of this kind opened; the user opened all others
-
-    def current(self) -> Any:
-        """Return the run that is open in the library, or None."""
-        raise NotImplementedError
-
-    def open(self, args: Any) -> Any:
-        """Open this trainer's own run, or go on with `self.run`, which was closed."""
-        raise NotImplementedError
-
-    def describe(self, args: Any) -> None:
-        """Write the settings into `self.run`."""
-        raise NotImplementedError
+    current: Any  # () -> the run that is open in the library, or None
+    open: Any  # (args) -> this trainer's own run, which goes on if it was closed
+    describe: Any  # (args): writes the settings into `run`
 
     def ready(self, args: Any) -> Any:
         """Return the run to write to. A run that an earlier trainer opened is closed."""
@@ -203,23 +194,18 @@ class TensorboardSink(Sink):
 
     def __init__(self) -> None:
         self.writer: Any = None
-        self.early: list[tuple[dict[str, float], int]] | None = []  # lines before the first `train`; None after
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.folder = Path(args.home, args.output_dir).absolute() / TENSORBOARD
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        early, self.early = self.early or [], None
         if self.writer is not None and not Path(self.writer.log_dir).is_dir():  # it moved away with an earlier run
             self.writer.close()
-            for values, step in early:
-                self.write(args, values, step)
+            self.writer = None
 
     def write(self, args: Any, values: dict[str, float], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        if self.early is not None:
-            self.early.append((values, step))
         if self.writer is None:
             self.writer = SummaryWriter(str(self.folder))
         for name, value in values.items():

@@ -164,13 +164,14 @@ def test_tensorboard_gets_what_transformers_callback_writes_before_in_and_after_
     assert scalars(tmp_path / "tensorboard") == wanted and wanted["train/loss"] == [(1, 0.5), (3, 1.5), (5, 2.5)]
 
 
-def test_an_evaluation_before_a_run_stands_in_the_runs_folder_also_where_an_earlier_run_was(tmp_path: Path) -> None:
+def test_an_evaluation_before_a_run_stands_in_its_folder_or_in_that_of_the_run_before_it(tmp_path: Path) -> None:
     for earlier in (0, 1):
         trainer = make(tmp_path, report_to="tensorboard", max_steps=1, eval_dataset=ROWS[:1], num_generations_eval=2)
         trainer.evaluate()
         trainer.train()
         trainer.evaluate()
         written = scalars(tmp_path / "tensorboard")
-        assert [step for step, _ in written["eval/reward"]] == [0, 1] and len(written["train/reward"]) == 1
+        assert [step for step, _ in written["eval/reward"]] == [0, 1][earlier:] and len(written["train/reward"]) == 1
         assert len(list(tmp_path.glob("earlier/*"))) == earlier
-    assert [step for step, _ in scalars(tmp_path / "earlier" / "1" / "tensorboard")["train/reward"]] == [1]
+    before = scalars(tmp_path / "earlier" / "1" / "tensorboard")
+    assert len(before["train/reward"]) == 1 and [step for step, _ in before["eval/reward"]] == [0, 1, 0]

@@ -59,7 +59,7 @@ def test_a_link_is_followed_and_stays(adapter: Path, tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_named(adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for out, message in ((tmp_path / "file", "file is a file"), (tmp_path / "file" / "out", "cannot be written")):
+    for out, message in ((tmp_path / "file", "file is a file"), (tmp_path / "file" / "out", "was not written")):
         with pytest.raises(ExportError, match=message):
             export(adapter, "adapter", out)
     assert names_beside(tmp_path) == ["file"]
@@ -157,7 +157,7 @@ def test_a_disk_that_takes_no_more_ends_an_export_in_one_line_and_the_earlier_on
             export(adapter, kind, tmp_path / "out", ExportSettings(device="cpu"), overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert str(refused.value) == (f"{tmp_path / 'out'} cannot be written: File too large; no file may become that "
+    assert str(refused.value) == (f"{tmp_path / 'out'} was not written: File too large; no file may become that "
                                   "large here (`ulimit -f`): raise the limit, or choose another --out")
     assert names_beside(tmp_path) == ["out"] and (tmp_path / "out/model.safetensors").read_text() == "mine"
 
