@@ -51,6 +51,7 @@ class ExampleEncoder(PromptEncoder):
     `tools` (a list, or its JSON) and `chat_template_kwargs` are passed to the chat template, as in TRL."""
 
     continues = True  # a completion continues the prompt's last message if that is an assistant message
+    by_text = False  # a token must be trained
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_length: int, end_ids: list[int],
@@ -81,10 +82,6 @@ class ExampleEncoder(PromptEncoder):
             return "completion goes on after an end token"
         trained = [self.prompt_too] * len(prompt.ids) + [True] * len(ids)
         return self.example(row, prompt.text, [*prompt.ids, *ids], trained, "prompt and completion")
-
-    def surely(self, row: dict[str, Any]) -> bool:
-        """Return False: only the tokens say whether one of them is trained."""
-        return False
 
     def example(self, row: dict[str, Any], text: str, ids: list[int], trained: list[bool], what: str) -> Example | str:
         """Return the Example of the tokens `ids`, or the reason to skip the row, in which `what` names the tokens. The

@@ -43,6 +43,7 @@ class PromptEncoder:
 
     column = "prompt"  # required in the dataset
     source = "`prompt`"  # the user's name for the columns, used in messages
+    by_text = True  # whether the prompt's text can tell that a row is usable
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, template_kwargs: dict[str, Any] | None = None,
@@ -85,7 +86,7 @@ class PromptEncoder:
 
     def surely(self, row: dict[str, Any]) -> bool:
         """Return whether the row is usable without doubt: its text has few bytes, and a token has at least one."""
-        text, why = self.text_of(row)
+        text, why = self.text_of(row) if self.by_text else ("", "only tokens can tell")
         return not why and (self.truncate or len(text.encode()) + SPECIAL <= self.max_prompt_length)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -171,6 +171,8 @@ class EnvSpecs:
 class EpisodeEncoder(PromptEncoder):
     """Encodes prompts with tools or an environment, without the environment's first observation."""
 
+    by_text = False  # tools and environments add to it
+
     def __init__(self, inner: PromptEncoder, specs: EnvSpecs) -> None:
         super().__init__(inner.tokenizer, inner.max_prompt_length, inner.template_kwargs)
         self.specs = specs
@@ -196,10 +198,6 @@ class EpisodeEncoder(PromptEncoder):
         except RendererError as error:
             raise DataError(str(error)) from error
         return Prompt(row, ids, str(self.tokenizer.decode(ids)))
-
-    def surely(self, row: dict[str, Any]) -> bool:
-        """Return False: tools and environments add to the text of a row."""
-        return False
 
 
 def seeded_rows(count: int, seed: int = 0, held_out: bool = False) -> list[dict[str, Any]]:
