@@ -28,9 +28,9 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(import_module(self._name), name)
-        setattr(self, name, value)  # so that __getattr__ runs once for each name
-        return value
+        module = import_module(self._name)
+        vars(self).update(vars(module))  # so that __getattr__ runs once
+        return getattr(module, name)
 
 
 if TYPE_CHECKING:  # a type checker sees the module itself

@@ -94,6 +94,10 @@ class GRPOConfig(  # type: ignore[misc]  # max_completion_length may be None onl
                              "turn_discount out")
 
     @property
+    def passes(self) -> int:
+        return self.num_iterations
+
+    @property
     def kl_in_reward(self) -> bool:
         """True if the KL term is part of the advantages and not of the loss."""
         rloo = self.advantage_estimator == self.loss_type == "rloo"

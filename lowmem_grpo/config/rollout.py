@@ -109,10 +109,6 @@ class RolloutSettings(TrainSettings):
                 )
 
     @property
-    def passes(self) -> int:
-        return self.num_iterations
-
-    @property
     def optimizer_steps_per_generation(self) -> int:
         """Optimizer steps of one pass over an engine call's completions; at least 1."""
         return max(1, (self.steps_per_generation or 0) // self.gradient_accumulation_steps)
@@ -138,7 +134,7 @@ class RolloutSettings(TrainSettings):
     @property
     def prompts_per_step(self) -> int:
         """Prompts of one optimizer step; each prompt has one group."""
-        return math.ceil(self.batch_size / self.num_generations)
+        return math.ceil(self.per_device_train_batch_size * self.gradient_accumulation_steps / self.num_generations)
 
     @property
     def completions_per_step(self) -> int:

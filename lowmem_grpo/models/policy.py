@@ -57,8 +57,11 @@ class Head:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits (N, V) for hidden states (N, D), without a gradient."""
-        rows = matmul_fp32(hidden.to(self.weight.dtype), self.weight.T)
-        return LogitShape(scale=self.logit_scale, softcap=self.softcap).apply_(rows, self.bias)
+        weight, bias = self.weight, self.bias
+        rows = matmul_fp32(hidden.to(weight.dtype), weight.T)
+        if bias is None and self.logit_scale == 1.0 and not self.softcap:
+            return rows
+        return LogitShape(scale=self.logit_scale, softcap=self.softcap).apply_(rows, bias)
 
     def logits_of(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
         """Return the logits (E,) of `tokens` (E,) at rows `places` (E,) of `hidden` (N, D); recomputed in backward."""

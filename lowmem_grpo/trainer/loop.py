@@ -32,6 +32,7 @@ class Trainer:
 
     view_class: type[LiveView] = LiveView
     method: str | None = None  # the kind of training, in the summary
+    event_details: Mapping[str, Any] = {}  # further arguments of callbacks
     samples = False  # True if groups are sampled, False if the rows hold the answers
     engine: Any  # in trainers that sample
     overlap: Any = None  # an OverlappedTraining, in trainers that train while sampling
@@ -293,7 +294,8 @@ class Trainer:
         """Call the callbacks' method `event` with the arguments that transformers' Trainer passes."""
         self.control.follow(event, self.args, self.state, self.step_before)
         self.callbacks(event, self.args, self.state, self.control, model=self.model, processing_class=self.tokenizer,
-                       optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler, **details)
+                       optimizer=self.learner.optimizer, lr_scheduler=self.learner.scheduler, **self.event_details,
+                       **details)
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add a line to the history, and call the callbacks. A subclass may override this to add values."""

@@ -123,6 +123,7 @@ class Processes:
 class TrlApi(Trainer):
     """The base class of public trainers, with attributes and methods of TRL's and transformers' trainers."""
 
+    event_details = {"train_dataloader": NoLoader(), "eval_dataloader": NoLoader()}
     given_rows: Any  # as they were passed
     given_eval_rows: Any
 
@@ -161,9 +162,6 @@ class TrlApi(Trainer):
     callback_handler = property(attrgetter("callbacks"))
     train_dataset = property(attrgetter("given_rows"))
     eval_dataset = property(attrgetter("given_eval_rows"))  # evaluate(eval_dataset=...) takes others
-
-    def notify(self, event: str, **details: Any) -> None:
-        super().notify(event, train_dataloader=NoLoader(), eval_dataloader=NoLoader(), **details)
 
     @property
     def accelerator(self) -> Processes:
