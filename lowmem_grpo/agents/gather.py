@@ -132,13 +132,13 @@ def limit_concurrency(n: int, derive_key: Callable[..., str] | None = None) -> C
     """Return a decorator for async functions that lets at most `n` calls run at a time, or `n` for each key that
     `derive_key` returns for a call's arguments."""
     require("n", n, COUNT, ": write @limit_concurrency(8)")
-    places: dict[Any, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(n))
+    slots: dict[Any, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(n))
 
     def decorate(function: Any) -> Any:
         @functools.wraps(function)
         async def later(*args: Any, **options: Any) -> Any:
             key = None if derive_key is None else derive_key(*args, **options)
-            async with places[asyncio.get_running_loop(), key]:  # a semaphore belongs to one loop
+            async with slots[asyncio.get_running_loop(), key]:  # a semaphore belongs to one loop
                 return await function(*args, **options)
 
         return later

@@ -12,7 +12,7 @@ from lowmem_grpo.agents.dev import InternalModelConfig
 from lowmem_grpo.agents.progress import described
 from lowmem_grpo.agents.refused import REFUSED
 from lowmem_grpo.agents.trajectories import Metrics, Trajectory, TrajectoryGroup
-from lowmem_grpo.config.launcher import this_place
+from lowmem_grpo.config.launcher import this_process
 from lowmem_grpo.rewards.judge.judge import Judge
 from lowmem_grpo.runs.records import replace_text
 from lowmem_grpo.utils import refuse_name
@@ -106,7 +106,7 @@ class Model(BaseModel, Generic[ConfigT]):
         """Return the part of a step's tasks that this process plays: all in a single process, else (torchrun) a slice.
         The sizes of the slices differ by at most one. Every process must call `train`, even if its slice is empty."""
         items = list(things)
-        return [items[index] for index in this_place().share(len(items))]
+        return [items[index] for index in this_process().share(len(items))]
 
     # The program's own state
 
@@ -129,7 +129,7 @@ class Model(BaseModel, Generic[ConfigT]):
         """Write this state into the run's folder, in place of any earlier one; of several processes only the first one
         writes. TypeError for values that JSON cannot hold."""
         text, path = json.dumps(mapping_of(state), indent=2), self.folder() / STATE
-        if this_place().leads:
+        if this_process().leads:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(path, text)
 

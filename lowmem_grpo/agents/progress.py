@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from tqdm import auto
 
-from lowmem_grpo.config.launcher import this_place
+from lowmem_grpo.config.launcher import this_process
 from lowmem_grpo.server.openai.sessions import SESSION
 from lowmem_grpo.utils import COUNT, NOT_NEGATIVE, POSITIVE, check_ranges
 
@@ -49,7 +49,7 @@ class Progress:
         """Show the bar and set CURRENT; on exit, log the failures."""
         token = CURRENT.set(self)
         try:
-            with auto.tqdm(desc=title, total=self.total, disable=not this_place().leads) as self.bar:
+            with auto.tqdm(desc=title, total=self.total, disable=not this_process().leads) as self.bar:
                 yield
         finally:
             CURRENT.reset(token)

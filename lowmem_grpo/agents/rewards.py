@@ -26,7 +26,7 @@ from lowmem_grpo.rewards.judge.question import (
 )
 from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.judge.url_judge import UrlJudge, is_address
-from lowmem_grpo.server.openai.request_queue import Call
+from lowmem_grpo.server.openai.request_queue import EngineCall
 from lowmem_grpo.utils import TEXT, require
 
 logger = logging.getLogger(__name__)
@@ -235,5 +235,5 @@ class EngineJudge(SelfJudge):
             return super().encode(question, fault, now)
 
     def generate(self, prompts: list[list[int]], params: Any) -> list[Any]:
-        futures = [self.worker.submit(Call(ids, params, adapter=None)) for ids in prompts]
+        futures = [self.worker.submit(EngineCall(ids, params, adapter=None)) for ids in prompts]
         return [[future.result()] for future in futures]

@@ -82,7 +82,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
         from lowmem_grpo.config.sampling import SamplingParams
         from lowmem_grpo.data.files import check_prompt_column, columns_of, is_file_name
         from lowmem_grpo.recipes.recipe_file import refuse_unknown
-        from lowmem_grpo.runs.files import check_place
+        from lowmem_grpo.runs.files import check_folder
 
         SamplingParams(n=chosen["samples"], temperature=chosen["temperature"])  # raises for invalid values
         if chosen["recipe"]:
@@ -100,7 +100,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
         subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"], chosen["load_in_fp8"])
         check_adapter(subject.adapter)
         folder = out or subject.out
-        check_place(folder, "--out")
+        check_folder(folder, "--out")
         place = folder.absolute()  # what is evaluated may change the working directory
     quiet()
     with plain_errors():

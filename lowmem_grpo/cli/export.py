@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from lowmem_grpo.models.export.gguf import TYPES, find_converter
-from lowmem_grpo.runs.files import check_place
+from lowmem_grpo.runs.files import check_folder
 from lowmem_grpo.runs.views.terminal import UserPath, echo, plain_errors, quiet
 from lowmem_grpo.utils import size_text
 
@@ -73,7 +73,7 @@ def check_asked(
         find_converter(llama_cpp, [gguf_type])
     check_model(base)
     check_out(out, overwrite, None)
-    check_place(out, "--out")
+    check_folder(out, "--out")
 
 
 def summary(done: Any) -> list[str]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowmem_grpo.config.launcher import leave_busy_cores, take_card, this_place, used_by_others
+from lowmem_grpo.config.launcher import leave_busy_cores, take_card, this_process, used_by_others
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.recipes.recipe_file import find_recipe, is_recipe_file, run_module, unknown_recipe
-from lowmem_grpo.runs.files import check_place
+from lowmem_grpo.runs.files import check_folder
 from lowmem_grpo.runs.records import RunRecords
 from lowmem_grpo.runs.views.terminal import UserPath, columns, echo, fitting, plain_errors, quiet
 from lowmem_grpo.utils import visible
@@ -63,7 +63,7 @@ def run(context: click.Context, recipe: str | None, options: tuple[str, ...], he
 
         take_card()
         settings = check_recipe(recipe, options)
-        if this_place().leads:  # the first rank writes; later ranks may find its folder in use
+        if this_process().leads:  # the first rank writes; later ranks may find its folder in use
             check_run_folder(settings)
             place = f", records in {settings['output_dir']}" if "output_dir" in settings else ""
             click.echo(fitting(f"recipe {recipe}{place}; loading torch and other libraries ...", sys.stderr), err=True)
@@ -79,7 +79,7 @@ def check_run_folder(settings: dict[str, Any]) -> None:
     if "output_dir" not in settings:
         return
     folder = Path(settings["output_dir"])
-    check_place(folder, "output_dir")
+    check_folder(folder, "output_dir")
     if not settings["resume"] and not settings.get("overwrite_output_dir"):
         RunRecords(folder).refuse_another_run()
 

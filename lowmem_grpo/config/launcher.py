@@ -23,7 +23,7 @@ BUSY = (1, 2, 3, 6, 7)  # its fields user, nice, system, interrupts; neither idl
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessRank:
     """This process: its `rank` among `count` processes, and its number `local` on this machine."""
 
     rank: int = 0
@@ -39,21 +39,21 @@ class Place:
         return range(count * self.rank // self.count, count * (self.rank + 1) // self.count)
 
 
-def this_place() -> Place:
+def this_process() -> ProcessRank:
     """Return this process's place from torchrun's environment variables; ValueError if they contradict each other."""
     variables = {name: os.environ[name] for name in NAMES if name in os.environ}
     if variables.get("WORLD_SIZE", "1") == "1":
-        return Place()
+        return ProcessRank()
     try:
         count = int(variables["WORLD_SIZE"])
-        place = Place(int(variables["RANK"]), count, int(variables.get("LOCAL_RANK", variables["RANK"])))
+        process = ProcessRank(int(variables["RANK"]), count, int(variables.get("LOCAL_RANK", variables["RANK"])))
     except (KeyError, ValueError):
-        place = Place(-1)
-    if not 0 <= place.rank < place.count or not 0 <= place.local <= place.rank:
+        process = ProcessRank(-1)
+    if not 0 <= process.rank < process.count or not 0 <= process.local <= process.rank:
         told = ", ".join(f"{name}={variables.get(name)!r}" for name in NAMES)
         raise ValueError(f"this process is to be one of several, and its variables do not fit together: {told}. Start "
                          "it with torchrun --nproc-per-node N, or unset them for a run in one process")
-    return place
+    return process
 
 
 class ProcessArguments:
@@ -63,10 +63,10 @@ class ProcessArguments:
     log_level: str
     to_dict: Callable[[], dict[str, Any]]
 
-    world_size = property(lambda self: this_place().count)
-    process_index = property(lambda self: this_place().rank)
-    local_process_index = property(lambda self: this_place().local)
-    should_save = should_log = property(lambda self: this_place().leads)
+    world_size = property(lambda self: this_process().count)
+    process_index = property(lambda self: this_process().rank)
+    local_process_index = property(lambda self: this_process().local)
+    should_save = should_log = property(lambda self: this_process().leads)
     train_batch_size = property(attrgetter("per_device_train_batch_size"))
     eval_batch_size = property(attrgetter("per_device_eval_batch_size"))
     n_gpu = property(lambda self: int(self.device.type == "cuda"))
@@ -94,28 +94,28 @@ class ProcessArguments:
 
 def one_process(what: str) -> None:
     """Raise ValueError, which says that `what` needs one process, if the run has several processes."""
-    if (place := this_place()).count > 1:
-        raise ValueError(f"{what} needs one process, and this is rank {place.rank} of {place.count}: start it without "
-                         "torchrun")
+    if (process := this_process()).count > 1:
+        raise ValueError(f"{what} needs one process, and this is rank {process.rank} of {process.count}: start it "
+                         "without torchrun")
 
 
 def own_device(cards: int) -> str:
-    return f"cuda:{this_place().local % cards}" if cards else "cpu"
+    return f"cuda:{this_process().local % cards}" if cards else "cpu"
 
 
 def take_card() -> None:
     """Make only this process's card visible, if there are several processes. Call this before torch looks for cards.
     ValueError for fewer cards than processes."""
-    place = this_place()
-    if place.count == 1:
+    process = this_process()
+    if process.count == 1:
         return
     listed = [name for name in os.environ.get(CARDS, "").split(",") if name]
     if CARDS in os.environ and not listed:
         return  # the cards are hidden: the run is on the CPU
-    if listed and place.local >= len(listed):
-        raise ValueError(f"rank {place.rank} is process {place.local} of its machine, and has no card: {CARDS} lists "
-                         f"{len(listed)} ({','.join(listed)}). Start at most one process for each card")
-    os.environ[CARDS] = listed[place.local] if listed else str(place.local)
+    if listed and process.local >= len(listed):
+        raise ValueError(f"rank {process.rank} is process {process.local} of its machine, and has no card: {CARDS} "
+                         f"lists {len(listed)} ({','.join(listed)}). Start at most one process for each card")
+    os.environ[CARDS] = listed[process.local] if listed else str(process.local)
 
 
 def used_by_others() -> tuple[float, float]:

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from lowmem_grpo.config.launcher import this_place
+from lowmem_grpo.config.launcher import this_process
 from lowmem_grpo.utils import field_value
 
 ONE_MEANING = ("trust_remote_code", "dataset_num_proc", "vllm_mode")  # fields that exist for the
@@ -44,7 +44,7 @@ class Fixed:
     def allowed(self, name: str) -> tuple[Any, ...]:
         """Return the accepted values of the option `name`, its default first."""
         usual = (transformers_defaults()[name],) if self.at_default else (None, False) if self.may_be_off else ()
-        return (*usual, *self.values) if not self.one_process or this_place().count == 1 else usual
+        return (*usual, *self.values) if not self.one_process or this_process().count == 1 else usual
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Factories:
             raise TypeError(f"environment_factory is {short(value)}; pass a class{fix}, or a dict of classes by name, "
                             "from which environments are made without arguments")
         self.by_name = {str(name): factory for name, factory in factories.items()}
-        self.samples = {name: sample(factory, name) for name, factory in self.by_name.items()}
+        self.examples = {name: sample(factory, name) for name, factory in self.by_name.items()}
 
     def name_of(self, row: Mapping[str, Any]) -> str:
         """Return the name of the factory that a row asks for; ValueError if there is no such factory."""
@@ -49,7 +49,7 @@ class Factories:
 
     def lacking(self, row: Mapping[str, Any]) -> str:
         """Return an error message if a row lacks a column that `reset` needs, else ""."""
-        reset = self.samples[self.name_of(row)].reset
+        reset = self.examples[self.name_of(row)].reset
         needed = [parameter.name for parameter in inspect.signature(reset).parameters.values()
                   if parameter.default is parameter.empty
                   and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
@@ -65,7 +65,7 @@ class Factories:
             made = factory()
         except Exception as error:
             raise EnvironmentFailedError(f"{short(factory)}() raised {type(error).__name__}: {short(error)}") from error
-        if made is self.samples[self.name_of(row)]:
+        if made is self.examples[self.name_of(row)]:
             raise EnvironmentFailedError(f"{short(factory)}() returned the same {type(made).__name__} twice; episodes "
                                          "run side by side, so each needs an environment of its own")
         return made
@@ -76,7 +76,7 @@ class Factories:
     @property
     def paying(self) -> list[type]:
         """The environment classes that give rewards, by `step` or `get_reward`."""
-        return list({type(environment): None for environment in self.samples.values() if any(
+        return list({type(environment): None for environment in self.examples.values() if any(
             callable(getattr(environment, name, None)) for name in ("step", "get_reward"))})
 
 
@@ -124,8 +124,8 @@ class EnvSpecs:
         self.template_kwargs = template_kwargs
         self.other: Renderer | PlainRenderer | None = None  # renders questions to the base model
         self.renderers: dict[tuple[str, bool], Renderer | PlainRenderer] = {}  # True: for prompts that are plain text
-        samples = {"": None} if factories is None else factories.samples
-        functions = {name: [*tools, *([] if made is None else tools_of(made))] for name, made in samples.items()}
+        examples = {"": None} if factories is None else factories.examples
+        functions = {name: [*tools, *([] if made is None else tools_of(made))] for name, made in examples.items()}
         self.toolboxes = {  # with the functions of the sample environment of each kind
             name: Toolbox(each, self.tokenizer, max_tool_tokens, parse, template_kwargs) if each else None
             for name, each in functions.items()}

@@ -21,8 +21,8 @@ from lowmem_grpo.utils import torch
 if TYPE_CHECKING:
     from lowmem_grpo.types import Rollout, RolloutGroup
 
-Place = tuple[int, int]  # (number of the episode, number of the turn)
-Compared = dict[Hashable, dict[Place, float]]  # sets of returns that are compared with each other
+TurnIndex = tuple[int, int]  # (number of the episode, number of the turn)
+Compared = dict[Hashable, dict[TurnIndex, float]]  # sets of returns that are compared with each other
 
 
 def assign_credit(
@@ -77,7 +77,7 @@ def returns_of(rollout: Rollout, discount: float, weights: Mapping[str, float], 
     return returns[::-1]
 
 
-def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[Place, float]:
+def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[TurnIndex, float]:
     """Return the advantage of each turn over the turns that it is compared with."""
     widest = max(map(len, compared.values()), default=0)
     rows = [[*returns.values(), *[math.nan] * (widest - len(returns))] for returns in compared.values()]

@@ -24,7 +24,7 @@ SPREAD = 2.0  # used without a plan: many short completions of a long prompt nee
 
 
 @dataclass(frozen=True)
-class Limits:
+class CutLimits:
     """The limits of a micro-batch; None is no limit. A unit that exceeds a limit gets its own micro-batch."""
 
     tokens: int | None = None  # packed tokens
@@ -59,7 +59,7 @@ class Span:
         return max(sequence.whole for sequence in self.sequences)
 
 
-def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[list[Span]]:
+def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: CutLimits) -> list[list[Span]]:
     """Return the micro-batches for groups of (tokens of the prompt, tokens of each completion)."""
     return cut_spans([
         [Span(group, number, (Lengths(None, prompt, tokens),) if tokens else ())
@@ -68,7 +68,7 @@ def cut(groups: Iterable[tuple[int, Sequence[int]]], limits: Limits) -> list[lis
     ], limits)
 
 
-def cut_spans(groups: Iterable[Sequence[Span]], limits: Limits) -> list[list[Span]]:
+def cut_spans(groups: Iterable[Sequence[Span]], limits: CutLimits) -> list[list[Span]]:
     """Return the micro-batches for groups of completions, in the order of `ordered`. No unit is split."""
     units: dict[Hashable, list[Span]] = {}
     for span in ordered(groups):
@@ -90,13 +90,14 @@ def ordered(groups: Iterable[Sequence[Span]]) -> Iterator[Span]:
         yield from spans
 
 
-def full(batch: list[Span], limits: Limits) -> bool:
+def full(batch: list[Span], limits: CutLimits) -> bool:
     if limits.sequences is not None and len(batch) > limits.sequences:
         return True
-    return limits.tokens is not None and (places(batch) > limits.tokens or area(batch) > limits.spread * limits.tokens)
+    bound = limits.tokens
+    return bound is not None and (packed_tokens(batch) > bound or area(batch) > limits.spread * bound)
 
 
-def places(batch: list[Span]) -> int:
+def packed_tokens(batch: list[Span]) -> int:
     """Return a micro-batch's number of packed tokens. A shared prompt counts once, without its last token."""
     return sum(map(sum, families(batch)))
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES, Device, in_8_bits
-from lowmem_grpo.memory.cutting import Limits, cut
+from lowmem_grpo.memory.cutting import CutLimits, cut
 from lowmem_grpo.memory.layer_forms import BITS_16, FORMS, NF4
 from lowmem_grpo.utils import COUNT, ZERO_OR_MORE, Rule, at_least, check_given, check_ranges, number, one_of
 
@@ -211,8 +211,8 @@ class MemoryPlan:
         return self.fits and self.train <= share * self.device.budget
 
     @property
-    def limits(self) -> Limits:
-        return Limits(self.settings.max_tokens, None, self.settings.spread or 0)
+    def limits(self) -> CutLimits:
+        return CutLimits(self.settings.max_tokens, None, self.settings.spread or 0)
 
     def micro_batches(self, groups: Iterable[tuple[int, Sequence[int]]]) -> int:
         """Return the number of micro-batches for groups of (tokens of the prompt, tokens of each completion)."""

@@ -48,7 +48,7 @@ class PackedLayout:
         return cls(batch.sources, batch.places, batch.copies, batch.prompts, sequences, batch.max_seqlen, once,
                    head_groups)
 
-    def spread(self, *packed: Tensor) -> tuple[Tensor, ...]:
+    def scatter(self, *packed: Tensor) -> tuple[Tensor, ...]:
         """Return each packed (1, H, T, K) as padded (S, H, W, K). The padding repeats a token of the sequence."""
         if self.num_sequences == 1:  # nothing to move
             return packed
@@ -79,7 +79,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
     causal = Causal(scaling, dropout, sliding_window, layout.width, layout.masks, layout.head_groups)
     if layout.once:
         return each_prompt_once(query, key, value, layout.prompts, causal)
-    return layout.gather(causal(*layout.spread(query, key, value)))
+    return layout.gather(causal(*layout.scatter(query, key, value)))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lowmem_grpo.memory.cutting import SPREAD, Lengths, Limits, Span, cut_spans
+from lowmem_grpo.memory.cutting import SPREAD, CutLimits, Lengths, Span, cut_spans
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, catch_oom, smaller
 from lowmem_grpo.models.routes import Routes, packed_routes, routes_of
 from lowmem_grpo.types import TOKEN_FIELDS, ImageToken, MicroBatch, Rollout, RolloutGroup, Split, TokenField
@@ -121,7 +121,7 @@ def pack(groups: Iterable[RolloutGroup], max_tokens: int | None = None, max_sequ
          for place, sequences in enumerate(sequences_of(group, group.rollouts))]
         for number, group in enumerate(whole)
     ]
-    batches = cut_spans(spans, Limits(max_tokens, max_sequences, spread))
+    batches = cut_spans(spans, CutLimits(max_tokens, max_sequences, spread))
     return [collate([(whole[span.group], whole[span.group].rollouts[span.rollout]) for span in batch])
             for batch in batches]
 
@@ -279,7 +279,7 @@ class Packer:
         self.device, self.bound = device, bound
         self.size = 0  # tokens of the current micro-batch
 
-    def run(self, what: str, groups: list[RolloutGroup], limits: Limits, work: Callable[[Iterator[MicroBatch]], T],
+    def run(self, what: str, groups: list[RolloutGroup], limits: CutLimits, work: Callable[[Iterator[MicroBatch]], T],
             undo: Callable[[], None] | None = None, again: Callable[[], None] | None = None) -> T:
         """Return the result of `work` for all micro-batches of the groups; `what` names the work in messages. If memory
         runs out, `undo` reverts the attempt, the limit is lowered, `again` prepares the next attempt, and everything is

@@ -184,7 +184,7 @@ def measured(model: FastPeftModel, setup: Setup, lesson: Lesson, adapter: LoraRe
     logger.info("answering %s", count_text(len(lesson.test), "held-out problem"))
     params = SamplingParams(temperature=1.0, max_tokens=setup.config.max_completion_length, seed=setup.config.seed)
     rows, together, all_of_them = rows_of(lesson.test, None), len(lesson.test), ranks()
-    share = all_of_them.place.share(len(rows))
+    share = all_of_them.process.share(len(rows))
     if all_of_them.count > 1:
         rows, params = [rows[place] for place in share], replace(params, part=(share.start, len(rows)))
 

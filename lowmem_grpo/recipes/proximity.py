@@ -21,7 +21,7 @@ from lowmem_grpo.recipes.options import ProblemOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.recipes.tasks import arithmetic as arithmetic_problems
 from lowmem_grpo.recipes.tasks import distinct, take
-from lowmem_grpo.rewards.reading import Place, after, in_tag, last_line
+from lowmem_grpo.rewards.reading import Finder, after, in_tag, last_line
 from lowmem_grpo.rewards.ready.answers import number_equal, number_match, proximity, regex_match
 from lowmem_grpo.rewards.ready.formats import REASONING_TAGS, format_kept, format_match, tags_counted
 from lowmem_grpo.rewards.reward import Reward, Verifier
@@ -122,7 +122,7 @@ class Task:
     system: str
     form: str  # the end of a solution, as messages show it
     solution: Callable[[Iterable[str], int], str]  # (lines, answer) -> a solution in the format
-    place: Place  # where the answer stands
+    place: Finder  # where the answer stands
     kept: Verifier  # says whether a completion has the format
     pays: list[Reward]  # rewards for the format
     sft: dict[str, Any]  # settings of fine-tuning

@@ -1,6 +1,6 @@
 """Functions that find the answer in a completion, and read numbers. All take time linear in the text's length.
 
-A Place is a function that returns the answer in a completion's text, or None if there is none: `whole`, `last_line`,
+A Finder is a function that returns the answer in a completion's text, or None if there is none: `whole`, `last_line`,
 `boxed`, `last_number`, `in_tag(...)`, `after(...)`, or a user's own.
 """
 
@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 
-Place = Callable[[str], str | None]
+Finder = Callable[[str], str | None]
 
 MAX_DIGITS = 64  # in a number that is read; a longer one is not an answer, and slow to compute with
 MAX_EXPONENT = 308  # that of the largest float: 1e400 is not read
@@ -54,7 +54,7 @@ def last_line(text: str) -> str | None:
     return text.strip().rpartition("\n")[2].strip() or None
 
 
-def in_tag(opening: str, closing: str | None = None) -> Place:
+def in_tag(opening: str, closing: str | None = None) -> Finder:
     """Return a function that finds the content of the last complete pair of tags: `in_tag("answer")` for
     <answer>...</answer>, or `in_tag("<SOLUTION>", "</SOLUTION>")`. ValueError for an empty tag, or "<answer>" alone."""
     tags = (opening,) if closing is None else (opening, closing)
@@ -75,7 +75,7 @@ def between(text: str, opening: str, closing: str) -> str | None:
     return text[start : text.index(closing, start)].strip() or None
 
 
-def after(mark: str) -> Place:
+def after(mark: str) -> Finder:
     """Return a function that finds, in a text, the rest of the line after the last `mark`, such as GSM8K's "####".
     ValueError for an empty mark."""
     if not isinstance(mark, str) or not mark:

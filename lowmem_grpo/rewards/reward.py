@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lowmem_grpo.rewards.reading import Place, after, in_tag
+from lowmem_grpo.rewards.reading import Finder, after, in_tag
 from lowmem_grpo.rewards.texts import completion_texts, labels_of, values_of
 from lowmem_grpo.utils import TEXT, TRUTH, Rule, number, require
 
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 CONTRACT = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 AMOUNT = number("a finite number", lambda value: abs(value) <= sys.float_info.max)
-PLACE: Rule = ("a function that finds the answer in a text, such as rewards.boxed or rewards.in_tag('answer')",
+FINDER: Rule = ("a function that finds the answer in a text, such as rewards.boxed or rewards.in_tag('answer')",
                lambda value: callable(value) and value not in (after, in_tag))
-OF_SETTINGS: dict[Any, Rule] = {float: AMOUNT, bool: TRUTH, Place: PLACE}  # by annotation in a rule's signature
+OF_SETTINGS: dict[Any, Rule] = {float: AMOUNT, bool: TRUTH, Finder: FINDER}  # by annotation in a rule's signature
 
 
 def is_model(func: Any) -> bool:

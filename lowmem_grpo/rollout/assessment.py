@@ -112,7 +112,7 @@ class Evaluation:
         if not prompts:
             raise DataError(f"no row of the evaluation dataset can be used; the first one: {encoded[0]}")
         batches = [prompts[start : start + self.size] for start in range(0, len(prompts), self.size)]
-        mine = [batches[place] for place in self.ranks.place.share(len(batches))]
+        mine = [batches[place] for place in self.ranks.process.share(len(batches))]
         parts: list[Part] = self.ranks.gather("the evaluation", self.groups_of(mine))
         groups = [group for sampled, _ in parts for group in sampled]
         return measure(groups) | rollout_metrics(groups, self.scoring.names) | over_completions(parts)

@@ -172,7 +172,7 @@ class SharedCollector(Collector):
         super().__init__(*parts)
 
     def draw_groups(self, prompts: list[Prompt], params: SamplingParams, extra_round: int) -> list[RolloutGroup]:
-        share = self.ranks.place.share(len(prompts))
+        share = self.ranks.process.share(len(prompts))
         mine, tokens, seen = [prompts[place] for place in share], self.tokens, self.state.num_tokens
         params = replace(params, part=(share.start, len(prompts)))
         own = super().draw_groups(mine, params, extra_round) if mine else []

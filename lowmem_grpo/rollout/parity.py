@@ -20,7 +20,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.losses.loss_types import k3_of
 from lowmem_grpo.losses.off_policy import MismatchWatch
 from lowmem_grpo.memory.cards import AUTO, in_8_bits
-from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.cutting import CutLimits
 from lowmem_grpo.memory.oom import BatchLimit, RunMemory
 from lowmem_grpo.models.packing import Packer
 from lowmem_grpo.models.policy import Policy, evaluating
@@ -182,7 +182,7 @@ class ParityGate:
         does to them."""
         routes = self.policy.route_counts
         with evaluating(self.policy.model):
-            pairs = self.packer.run("the parity check", groups, Limits(TOKENS_AT_ONCE),
+            pairs = self.packer.run("the parity check", groups, CutLimits(TOKENS_AT_ONCE),
                                     lambda batches: self.pairs(batches, rounding))
         if rounding:
             self.policy.route_counts = routes  # a second look is not counted again

@@ -43,7 +43,7 @@ def existing(path: Path) -> Path:
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
-def place_fault(folder: Path, option: str = "output_dir") -> tuple[str, str] | None:
+def folder_fault(folder: Path, option: str = "output_dir") -> tuple[str, str] | None:
     """Return (fault, advice) if a folder cannot be written to, else None. `option` is the setting that names it."""
     place = existing(folder)
     if not place.is_dir():
@@ -54,9 +54,9 @@ def place_fault(folder: Path, option: str = "output_dir") -> tuple[str, str] | N
     return None
 
 
-def check_place(folder: Path, option: str) -> None:
+def check_folder(folder: Path, option: str) -> None:
     """Raise OSError if the folder given by `option` cannot be written to."""
-    if fault := place_fault(folder, option):
+    if fault := folder_fault(folder, option):
         raise OSError("; ".join(fault))
 
 

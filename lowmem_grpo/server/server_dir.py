@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.runs.files import check_place, lock_file, move
+from lowmem_grpo.runs.files import check_folder, lock_file, move
 from lowmem_grpo.server.users import key_fault, new_key
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class ServerDir:
     def owned(self) -> Iterator[Database]:
         """Create the folder if missing, lock it, and yield its database. OSError if another server holds the lock. What
         this process and its jobs write meanwhile is for this user only."""
-        check_place(self.named, "--folder")
+        check_folder(self.named, "--folder")
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         before = os.umask(OTHERS)
         try:

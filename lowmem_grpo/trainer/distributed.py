@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import set_seed
 
-from lowmem_grpo.config.launcher import Place, balanced, this_place
+from lowmem_grpo.config.launcher import ProcessRank, balanced, this_process
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,10 +46,10 @@ class Heartbeat:
     a heartbeat for `patience` seconds is lost; a rank that is only slow is waited for. Only this thread calls the
     store, as calls never return if the process that holds the store was stopped."""
 
-    def __init__(self, store: Any, place: Place, beat: float = BEAT, patience: float = PATIENCE) -> None:
-        self.store, self.place, self.beat, self.patience = store, place, beat, patience
+    def __init__(self, store: Any, process: ProcessRank, beat: float = BEAT, patience: float = PATIENCE) -> None:
+        self.store, self.process, self.beat, self.patience = store, process, beat, patience
         self.answered = time.monotonic()  # when the store last answered
-        self.seen = [(0, self.answered)] * place.count  # each rank's beats, and since when
+        self.seen = [(0, self.answered)] * process.count  # each rank's beats, and since when
         self.broken, self.ended = "", threading.Event()  # why the run ends; set when this rank closes
         self.thread = threading.Thread(target=self.run, name="heartbeat", daemon=True)
         self.thread.start()
@@ -68,13 +68,14 @@ class Heartbeat:
             if self.broken:
                 self.store.set("broken", json.dumps(self.broken))
             left, until = self.store.add("left", 1), time.monotonic() + LAST
-            while self.place.leads and left < self.place.count and time.monotonic() < until:  # it may hold the store
+            # the leading rank may hold the store
+            while self.process.leads and left < self.process.count and time.monotonic() < until:
                 time.sleep(PAUSE)
                 left = self.store.add("left", 0)
 
     def exchange(self) -> None:
         """Write this rank's heartbeat, and read all ranks' heartbeats and the reason of a failure."""
-        beats = [self.store.add(f"beat/{rank}", int(rank == self.place.rank)) for rank in range(self.place.count)]
+        beats = [self.store.add(f"beat/{rank}", int(rank == self.process.rank)) for rank in range(self.process.count)]
         now = time.monotonic()
         self.seen = [old if old[0] == beat else (beat, now) for old, beat in zip(self.seen, beats, strict=True)]
         told = json.loads(self.store.get("broken")) if self.store.check(["broken"]) else ""
@@ -83,7 +84,7 @@ class Heartbeat:
         self.answered = now
 
     def missing(self, rank: int) -> str:
-        return (f"rank {rank} is lost: no sign of life for {self.patience:.0f} s while rank {self.place.rank} waits "
+        return (f"rank {rank} is lost: no sign of life for {self.patience:.0f} s while rank {self.process.rank} waits "
                 f"for it. Its process was killed or hangs, or its machine cannot be reached. {GOOD}")
 
     def check(self, began: float) -> None:
@@ -96,23 +97,23 @@ class Heartbeat:
     def fail(self, error: BaseException) -> None:
         """Report `error` to the other ranks, unless another rank caused it."""
         if not isinstance(error, RankError) and not self.broken:
-            self.broken = f"rank {self.place.rank} has failed: {type(error).__name__}: {error}"[:LONGEST]
+            self.broken = f"rank {self.process.rank} has failed: {type(error).__name__}: {error}"[:LONGEST]
             self.close(2 * LAST)
 
 
 class Ranks:
     """The collective operations of a run. RankError if the ranks do not call the same operations in the same order."""
 
-    def __init__(self, place: Place | None = None, store: Any = None, **pace: float) -> None:
+    def __init__(self, process: ProcessRank | None = None, store: Any = None, **pace: float) -> None:
         """`store` is a store of torch.distributed; `pace` has the arguments `beat` and `patience` of `Heartbeat`."""
-        self.place = place or Place()
-        self.rank, self.count, self.leads, self.here = self.place.rank, self.place.count, self.place.leads, 1
+        self.process = process or ProcessRank()
+        self.rank, self.count, self.leads, self.here = self.process.rank, self.process.count, self.process.leads, 1
         self.slow: dict[int, int] = {}  # steps in a row in which a rank was slow
         self.waited = 0.0  # seconds spent waiting for other ranks, since the last step's metrics
         self.store: Any = store
         self.card_group: Any = None  # sums gradients
         if self.count > 1:
-            self.heartbeat = Heartbeat(store, self.place, **pace)
+            self.heartbeat = Heartbeat(store, self.process, **pace)
             self.group: Any = dist.ProcessGroupGloo(dist.PrefixStore("data", store), self.rank, self.count, CONNECT)
             self.group.set_timeout(FOREVER)
             machines = self.gather("the start", platform.node())
@@ -253,22 +254,22 @@ class Ranks:
 
 def ranks() -> Ranks:
     """Return the run's ranks. The first call waits for all ranks; RankError or ValueError if they cannot be joined."""
-    return joined(this_place())
+    return joined(this_process())
 
 
 @cache
-def joined(place: Place) -> Ranks:
+def joined(process: ProcessRank) -> Ranks:
     """Wait until all processes of this launch have joined, and return the ranks. RankError if some do not join."""
-    if place.count == 1:
-        return Ranks(place)
+    if process.count == 1:
+        return Ranks(process)
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=START))
         store.set_timeout(START)
-        store = part_of_start(store, place.rank, place.count, START)
+        store = part_of_start(store, process.rank, process.count, START)
     except (RuntimeError, ValueError, TimeoutError) as error:
-        raise RankError(f"rank {place.rank} of {place.count} did not find the others: {error}. Start all of them with "
-                        "one torchrun, or with the same MASTER_ADDR and MASTER_PORT") from error
-    return Ranks(place, store)
+        raise RankError(f"rank {process.rank} of {process.count} did not find the others: {error}. Start all of them "
+                        "with one torchrun, or with the same MASTER_ADDR and MASTER_PORT") from error
+    return Ranks(process, store)
 
 
 def part_of_start(store: Any, rank: int, count: int, timeout: timedelta) -> Any:

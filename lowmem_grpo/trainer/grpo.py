@@ -39,7 +39,7 @@ class GRPOTrainer(TrlApi):
     parts: PolicyParts
     settings: type[GRPOConfig] = GRPOConfig
     objective_class: type[GRPOObjective] = GRPOObjective
-    samples = True
+    does_sampling = True
 
     def __init__(
         self, model: Any = None, reward_funcs: Callable[..., Any] | list[Callable[..., Any]] | None = None,

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.losses.objective import Objective, PolicyOutputs, StepTotals, policy_tokens
-from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.cutting import CutLimits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.oom import BatchLimit, OutOfMemory, RunMemory, catch_oom
 from lowmem_grpo.models.packing import Packer, number_units, unpack
@@ -57,12 +57,12 @@ class Learner:
         self.whole = True  # False from the optimizer's step until the trainer has counted it
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> CutLimits:
         """The limit of a micro-batch in tokens and, without a memory plan, also in sequences."""
         tokens = self.config.max_tokens_per_micro_batch
         if self.bound.spread is None:
-            return Limits(tokens, self.config.per_device_train_batch_size)
-        return Limits(tokens, spread=self.bound.spread)
+            return CutLimits(tokens, self.config.per_device_train_batch_size)
+        return CutLimits(tokens, spread=self.bound.spread)
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:

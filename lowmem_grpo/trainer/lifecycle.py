@@ -258,7 +258,7 @@ def failure_recorded(trainer: Any) -> Iterator[None]:
 @contextmanager
 def signals_after_steps(trainer: Any) -> Iterator[None]:
     """Let signals end the run only after a step, and the model's engine sleep if the trainer does not sample."""
-    engine = None if trainer.samples else trainer.model.loaded.keeper.kept
+    engine = None if trainer.does_sampling else trainer.model.loaded.keeper.kept
     if engine is not None:
         engine.sleep()
     try:

@@ -33,7 +33,7 @@ class Trainer:
     view_class: type[LiveView] = LiveView
     method: str | None = None  # the kind of training, in the summary
     event_details: Mapping[str, Any] = {}  # further arguments of callbacks
-    samples = False  # True if groups are sampled, False if the rows hold the answers
+    does_sampling = False  # True if groups are sampled, False if the rows hold the answers
     engine: Any  # in trainers that sample
     overlap: Any = None  # an OverlappedTraining, in trainers that train while sampling
 
@@ -83,7 +83,7 @@ class Trainer:
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Return the metrics of the optimizer steps after step `before`, on `groups`: times and memory use."""
-        if not self.samples:
+        if not self.does_sampling:
             return timing
         updates, plan, planned = self.state.global_step - before, self.parts.planned_time, dict[str, float]()
         if plan is not None and updates:
@@ -98,7 +98,7 @@ class Trainer:
 
     def weights_changed(self) -> None:
         """In trainers that sample, tell the engine that a step or a checkpoint has changed the adapter's weights."""
-        if self.samples:
+        if self.does_sampling:
             self.engine.on_policy_update(self.state.policy_version)
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
@@ -128,7 +128,7 @@ class Trainer:
         gradient `begun` while sampling."""
         overlap = self.overlap
         with self.parts.clock.phase("train"), overlap.gradient(groups) if overlap else nullcontext() as begun:
-            if self.samples and self.policy.routed_layers and not self.said_unrouted:
+            if self.does_sampling and self.policy.routed_layers and not self.said_unrouted:
                 self.said_unrouted = say_unrouted(members(groups))
             parts = self.split_steps(groups)
             order = (parts * self.args.passes)[:at_most]
@@ -313,7 +313,7 @@ class Trainer:
         line = {"step": self.state.global_step, "epoch": self.state.epoch, "elapsed": self.state.elapsed, **metrics,
                 **self.measured(before, groups, timing), **memory, **self.parts.peaks.metrics(),
                 **self.ranks.metrics(timing["step_time"], seconds | memory)}
-        self.journal.write(line, groups if self.samples else [])
+        self.journal.write(line, groups if self.does_sampling else [])
 
     def log_line(self, line: dict[str, Any] | None) -> None:
         if line is None:

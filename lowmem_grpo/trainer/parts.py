@@ -113,7 +113,7 @@ def make_parts(
         save_steps=args.save_steps, train_batch_size=args.per_device_train_batch_size,
         num_train_epochs=args.epochs_of(rows))
     if not processes.leads:  # the leading rank sets neither attribute, because its state is saved for all ranks
-        state.is_world_process_zero, state.is_local_process_zero = False, not processes.place.local
+        state.is_world_process_zero, state.is_local_process_zero = False, not processes.process.local
     run_dir = Path(args.home, args.output_dir).absolute()  # a reward or a notebook may change the working directory
     records = RunRecords(run_dir) if processes.leads else NoRecords(run_dir)
     optimizer, scheduler = own_or_made(optimizers, policy.trained, args, state.max_steps)
@@ -187,7 +187,7 @@ def lengths(config: GRPOConfig, context: int) -> tuple[int, int]:
 def first_engine(trained: TrainedModel, config: GRPOConfig, own: Engine | None = None) -> Engine:
     """Return the caller's engine, or the model's own. TypeError if the caller's engine lacks an attribute; ValueError
     if the `vllm` settings do not match the engine."""
-    prompts, keeper = len(trained.ranks.place.share(config.prompts_per_generation)) or 1, trained.model.loaded.keeper
+    prompts, keeper = len(trained.ranks.process.share(config.prompts_per_generation)) or 1, trained.model.loaded.keeper
     keeper.expect(prompts * config.num_generations)
     if own is not None:
         check_own_engine(own)

@@ -71,8 +71,8 @@ class EpisodeSetup:
 
     @property
     def functions(self) -> list[Function]:
-        samples = [] if self.factories is None else self.factories.samples.values()
-        return [*self.tools, *(tool for sample in samples for tool in tools_of(sample))]
+        examples = [] if self.factories is None else self.factories.examples.values()
+        return [*self.tools, *(tool for sample in examples for tool in tools_of(sample))]
 
     def paid(self, reward_funcs: Any, processing_classes: Any = None) -> tuple[list[Function], list[float] | None]:
         """Return the reward functions and their weights, including environments' rewards (weight 1, as in TRL)."""
@@ -87,7 +87,7 @@ class EpisodeSetup:
         if self.factories is not None:
             own = [EnvironmentReward(kind) for kind in self.factories.paying]
             if not functions and not own:
-                names = ", ".join(sorted({type(sample).__name__ for sample in self.factories.samples.values()}))
+                names = ", ".join(sorted({type(sample).__name__ for sample in self.factories.examples.values()}))
                 raise ValueError(f"reward_funcs is empty, and {names} has neither step nor get_reward: nothing pays")
             functions = [*functions, *own]
             weights = None if weights is None else [*weights, *[1.0] * len(own)]
@@ -127,9 +127,9 @@ class EpisodeSetup:
         """The tools and replies that the policy gets in episodes, for preflight; None without episodes."""
         if self.specs is None:
             return None
-        samples = [] if self.factories is None else list(self.factories.samples.values())
-        replies = any(callable(getattr(sample, "step", None)) for sample in samples)
-        return Turns(self.specs.schemas, replies, bool(samples))
+        examples = [] if self.factories is None else list(self.factories.examples.values())
+        replies = any(callable(getattr(sample, "step", None)) for sample in examples)
+        return Turns(self.specs.schemas, replies, bool(examples))
 
     def player(self, trainer: Any, context: int) -> Player | None:
         """Return the player of episodes or of the rollout function; None if each rollout is a single completion."""

@@ -57,7 +57,7 @@ class TrajectoryTrainer(TrlApi):
     parts: PolicyParts
     view_class = TrajectoryView
     method = "trajectories"
-    samples = True
+    does_sampling = True
 
     def __init__(
         self, model: Any, args: Any = None, processing_class: Any = None, callbacks: list[Any] | None = None,

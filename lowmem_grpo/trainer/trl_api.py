@@ -102,8 +102,8 @@ class Processes:
     def __init__(self, device: Any, ranks: Any) -> None:
         self.device, self.ranks = device, ranks
         self.num_processes, self.process_index = ranks.count, ranks.rank
-        self.local_process_index = ranks.place.local
-        self.is_main_process, self.is_local_main_process = ranks.leads, not ranks.place.local
+        self.local_process_index = ranks.process.local
+        self.is_main_process, self.is_local_main_process = ranks.leads, not ranks.process.local
         self.is_last_process = ranks.rank == ranks.count - 1
 
     def print(self, *values: Any, **options: Any) -> None:

@@ -11,12 +11,12 @@ from tables import every_row
 
 from lowmem_grpo.config import launcher
 from lowmem_grpo.config.launcher import (
-    Place,
+    ProcessRank,
     balanced,
     leave_busy_cores,
     one_process,
     take_card,
-    this_place,
+    this_process,
     used_by_others,
 )
 
@@ -36,17 +36,17 @@ def launched(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 
 
 def test_without_a_launcher_a_process_is_the_only_one_and_no_card_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert this_place() == Place(0, 1, 0) and this_place().leads
+    assert this_process() == ProcessRank(0, 1, 0) and this_process().leads
     launched(monkeypatch, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     take_card()
-    assert this_place() == Place() and "CUDA_VISIBLE_DEVICES" not in os.environ
+    assert this_process() == ProcessRank() and "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 def test_a_launched_process_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, **GIVEN, LOCAL_WORLD_SIZE="1")  # which a vLLM in the process sets for itself
-    assert this_place() == Place(3, 4, 1) and not this_place().leads
+    assert this_process() == ProcessRank(3, 4, 1) and not this_process().leads
     monkeypatch.delenv("LOCAL_RANK")
-    assert this_place() == Place(3, 4, 3), "one machine"
+    assert this_process() == ProcessRank(3, 4, 3), "one machine"
 
 
 @pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"RANK": "-1"}, {"RANK": "x"}, {"WORLD_SIZE": "two"},
@@ -54,10 +54,10 @@ def test_a_launched_process_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> 
 def test_variables_that_do_not_fit_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]) -> None:
     launched(monkeypatch, **GIVEN | wrong)
     with pytest.raises(ValueError, match=r"do not fit together: RANK=.*torchrun"):
-        this_place()
+        this_process()
     monkeypatch.delenv("RANK")
     with pytest.raises(ValueError, match="RANK=None"):
-        this_place()
+        this_process()
 
 
 @pytest.mark.parametrize(("visible", "taken"), [(None, "1"), ("4,7", "7"), ("", "")])
@@ -86,7 +86,7 @@ def test_what_needs_one_process_is_refused_by_name_in_several(monkeypatch: pytes
 def test_every_prompt_belongs_to_one_rank_in_order_and_no_rank_has_two_more_than_another(
     count: int, ranks: int
 ) -> None:
-    parts = [Place(rank, ranks).share(count) for rank in range(ranks)]
+    parts = [ProcessRank(rank, ranks).share(count) for rank in range(ranks)]
     assert [place for part in parts for place in part] == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowmem_grpo.memory.cutting import (
+    CutLimits,
     Lengths,
-    Limits,
     Span,
     area,
     cut,
     cut_spans,
     ordered,
-    places,
+    packed_tokens,
     prompts_once,
     token_rows,
 )
@@ -23,14 +23,14 @@ from lowmem_grpo.types import Rollout, RolloutGroup, Split
 
 GROUPS = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 12), max_size=6)), max_size=5)
 LIMITS = st.builds(
-    Limits, st.none() | st.integers(1, 60), st.none() | st.integers(1, 4), st.sampled_from([0.0, 0.5, 2.0])
+    CutLimits, st.none() | st.integers(1, 60), st.none() | st.integers(1, 4), st.sampled_from([0.0, 0.5, 2.0])
 )
 
 
 @settings(deadline=None, max_examples=100)
 @given(groups=GROUPS, limits=LIMITS)
 def test_no_completion_is_lost_no_bound_is_broken_and_what_is_counted_is_what_is_packed(
-    groups: list[tuple[int, list[int]]], limits: Limits
+    groups: list[tuple[int, list[int]]], limits: CutLimits
 ) -> None:
     counted = cut(groups, limits)
     found = sorted((one.group, one.rollout) for batch in counted for one in batch)
@@ -38,12 +38,12 @@ def test_no_completion_is_lost_no_bound_is_broken_and_what_is_counted_is_what_is
     for batch in (batch for batch in counted if len(batch) > 1):
         assert len(batch) <= (limits.sequences or len(batch))
         if limits.tokens is not None:
-            assert places(batch) <= limits.tokens and area(batch) <= limits.spread * limits.tokens
+            assert packed_tokens(batch) <= limits.tokens and area(batch) <= limits.spread * limits.tokens
     real = [RolloutGroup({}, [1] * prompt, [Rollout([1] * n, [0.0] * n, "stop") for n in lengths])
             for prompt, lengths in groups]
     packed = pack(real, limits.tokens, limits.sequences, limits.spread)
     held = [(len(b.input_ids), token_rows(b.prompts)) for b in packed]
-    assert [(places(batch), area(batch)) for batch in counted] == held
+    assert [(packed_tokens(batch), area(batch)) for batch in counted] == held
     side_by_side = [len(b.sources) if len(b.rollouts) > 1 else 0 for b in packed if not prompts_once(b.prompts)]
     assert [rows for b, (_, rows) in zip(packed, held, strict=True) if not prompts_once(b.prompts)] == side_by_side
 
@@ -57,14 +57,16 @@ EPISODES = st.lists(st.lists(st.tuples(
 
 @settings(deadline=None, max_examples=100)
 @given(groups=EPISODES, limits=LIMITS)
-def test_what_is_counted_of_episodes_is_what_is_packed_and_no_unit_is_split(groups: list[Any], limits: Limits) -> None:
+def test_what_is_counted_of_episodes_is_what_is_packed_and_no_unit_is_split(
+    groups: list[Any], limits: CutLimits
+) -> None:
     real = [RolloutGroup({}, [1, 1], [episode(*one) for one in rollouts]) for rollouts in groups]
     counted = cut_spans([[Span(g, r, tuple(one.lengths for one in found), group.rollouts[r].unit)
                           for r, found in enumerate(sequences_of(group, group.rollouts))]
                          for g, group in enumerate(real)], limits)
     packed = pack(real, limits.tokens, limits.sequences, limits.spread)
     held = [(len(b.input_ids), token_rows(b.prompts)) for b in packed]
-    assert [(places(batch), area(batch)) for batch in counted] == held
+    assert [(packed_tokens(batch), area(batch)) for batch in counted] == held
     drawn = [one for group in real for one in group.rollouts if one.num_trained]
     assert sorted(id(one) for b in packed for one in b.rollouts) == sorted(map(id, drawn))
     assert sum(len(b.trained) for b in packed) == sum(one.num_trained for one in drawn)

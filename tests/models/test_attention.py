@@ -91,7 +91,7 @@ def test_a_head_that_is_no_linear_layer_is_refused() -> None:
 def test_a_sequence_alone_is_laid_out_without_a_copy() -> None:
     layout = packed_attention.PackedLayout.from_batch(batch_of([(3, [4])]))
     packed = torch.randn(1, 2, 6, 8)
-    (side_by_side,) = layout.spread(packed)
+    (side_by_side,) = layout.scatter(packed)
     assert side_by_side.data_ptr() == packed.data_ptr()
     assert torch.equal(layout.gather(side_by_side), packed.transpose(1, 2))
     assert layout.sources.tolist() == layout.places.tolist() == list(range(6))

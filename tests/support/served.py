@@ -23,7 +23,7 @@ from lowmem_grpo.engines.base import Conversation, Request
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
-from lowmem_grpo.server.openai.request_queue import LIVE, Call
+from lowmem_grpo.server.openai.request_queue import LIVE, EngineCall
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import made_for, make_server_app, open_socket
 from lowmem_grpo.server.server_dir import Database
@@ -163,10 +163,10 @@ def chat_over(worker: EngineWorker, **more: Any) -> ChatHandler:
     return ChatHandler(worker, lambda: {"agent": LIVE}, histories, **more)
 
 
-def call_of(worker: EngineWorker, text: str, temperature: float = 1.0, **more: Any) -> Call:
+def call_of(worker: EngineWorker, text: str, temperature: float = 1.0, **more: Any) -> EngineCall:
     """A call with this prompt."""
     ids = worker.tokenizer(text, add_special_tokens=False).input_ids
-    return Call(ids, SamplingParams(max_tokens=64, temperature=temperature), **more)
+    return EngineCall(ids, SamplingParams(max_tokens=64, temperature=temperature), **more)
 
 
 class ScriptedBackend:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import HashStore, ProcessGroupGloo
 
-from lowmem_grpo.config.launcher import Place
+from lowmem_grpo.config.launcher import ProcessRank
 from lowmem_grpo.trainer import distributed
 from lowmem_grpo.trainer.distributed import STEPS, RankError, Ranks, part_of_start
 from lowmem_grpo.trainer.preflight import checks, resources
@@ -25,7 +25,7 @@ from lowmem_grpo.trainer.preflight import checks, resources
 def several(count: int, **pace: float) -> Iterator[list[Ranks]]:
     store = HashStore()
     with ThreadPoolExecutor(count) as pool:  # they wait for each other
-        made = list(pool.map(lambda rank: Ranks(Place(rank, count, rank), store, **pace), range(count)))
+        made = list(pool.map(lambda rank: Ranks(ProcessRank(rank, count, rank), store, **pace), range(count)))
         yield made
         list(pool.map(lambda one: one.heartbeat.close(), made))
 
@@ -202,7 +202,7 @@ def test_two_ranks_on_one_card_are_refused_and_cards_of_other_sizes_are_said_onc
         with pytest.raises(ValueError, match=refused) if refused else nullcontext():
             checks.check_ranks_agree(SimpleNamespace(
                 model=None, policy=SimpleNamespace(device=torch.device("cpu")), ranks=SimpleNamespace(
-                    count=2, leads=not rank, place=Place(rank, 2, rank), gather=lambda what, own: told)))
+                    count=2, leads=not rank, process=ProcessRank(rank, 2, rank), gather=lambda what, own: told)))
     assert [said in record.getMessage() for record in caplog.records] == [True] * bool(said)
 
 

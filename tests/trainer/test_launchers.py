@@ -53,7 +53,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from lowmem_grpo.config.launcher import Place
+from lowmem_grpo.config.launcher import ProcessRank
 from lowmem_grpo.trainer.distributed import Heartbeat
 
 
@@ -75,7 +75,7 @@ for number in range(40):
     pipe = pipe if rank else os.pipe()
     children.append(os.fork())
     if not children[-1]:
-        Heartbeat(join(rank, pipe), Place(rank, 2, rank), beat=0.001)
+        Heartbeat(join(rank, pipe), ProcessRank(rank, 2, rank), beat=0.001)
         time.sleep(0.1)
         raise SystemExit  # the interpreter goes while the heartbeat is in torch
 failed = [code for child in children if (code := os.waitpid(child, 0)[1])]

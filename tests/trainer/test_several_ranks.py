@@ -112,10 +112,10 @@ class StopOne:
         self.stop = stop
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from lowmem_grpo.config.launcher import this_place
+        from lowmem_grpo.config.launcher import this_process
 
-        place = this_place()
-        if place.rank == place.count - 1:
+        process = this_process()
+        if process.rank == process.count - 1:
             control.should_training_stop = state.global_step >= self.stop
 
 
@@ -163,9 +163,9 @@ def test_a_killed_or_stopped_rank_ends_the_run_and_the_last_checkpoint_is_good(
 
 def bad_reward(completions: list[str], prompts: list[str], **kwargs: Any) -> list[float]:
     """Fails on rows that only the last rank gets in the first step."""
-    from lowmem_grpo.config.launcher import this_place
+    from lowmem_grpo.config.launcher import this_process
 
-    if this_place().rank == 1 and kwargs["trainer_state"].global_step == 2:
+    if this_process().rank == 1 and kwargs["trainer_state"].global_step == 2:
         raise ZeroDivisionError("no digits")
     return [float(len(text)) for text in completions]
 
@@ -181,9 +181,9 @@ def test_an_error_of_a_reward_in_one_rank_is_told_by_all_and_what_was_trained_is
 
 def nan_reward(completions: list[str], **kwargs: Any) -> list[float]:
     """NaN in one rank, at the second step."""
-    from lowmem_grpo.config.launcher import this_place
+    from lowmem_grpo.config.launcher import this_process
 
-    bad = this_place().rank == 1 and kwargs["trainer_state"].global_step == 1
+    bad = this_process().rank == 1 and kwargs["trainer_state"].global_step == 1
     return [float("nan") if bad and not place else float(len(text) % 5) for place, text in enumerate(completions)]
 
 

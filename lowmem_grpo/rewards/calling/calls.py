@@ -63,7 +63,7 @@ class CallRecorder:
                 for value in values]
 
 
-class Call:
+class RewardCall:
     """One call of a function on N completions; `run`, `run_alone` or `run_in_loop` begins it."""
 
     def __init__(self, name: str, func: RewardFunction, lists: Lists, state: Any, timeout: float,
@@ -139,7 +139,7 @@ class Call:
         return stopped or (bool(began) and ended - began >= self.limit)
 
 
-def wait_for(calls: list[Call]) -> None:
+def wait_for(calls: list[RewardCall]) -> None:
     """Wait until all calls have ended. RewardError if a call fails, TooLateError if a call exceeds its time limit.
     Either error cancels the other async calls; threads cannot be stopped."""
     try:
@@ -152,7 +152,7 @@ def wait_for(calls: list[Call]) -> None:
         stop(calls)
 
 
-def check(calls: list[Call]) -> None:
+def check(calls: list[RewardCall]) -> None:
     """Raise RewardError if a call failed, and TooLateError if a call exceeded its time limit, even if it returned."""
     for call in calls:
         if call.future.done() and not isinstance(error := failure(call.future), (NoneType, OverTime)):
@@ -168,13 +168,13 @@ def check(calls: list[Call]) -> None:
                                f"with {setting}")
 
 
-def pause(calls: list[Call]) -> float:
+def pause(calls: list[RewardCall]) -> float:
     """Return the seconds until the next time limit of an unfinished call, at most POLL_SECONDS."""
     now = time.monotonic()
     return max(0.0, min([POLL_SECONDS, *(call.began + call.limit - now for call in calls if not call.future.done())]))
 
 
-def stop(calls: list[Call]) -> None:
+def stop(calls: list[RewardCall]) -> None:
     for call in calls:
         call.future.cancel()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lowmem_grpo.data.prompts import Prompt, is_chat
 from lowmem_grpo.rewards.calling.background import start_thread
-from lowmem_grpo.rewards.calling.calls import Call, Lists, check, failure, pause, stop
+from lowmem_grpo.rewards.calling.calls import Lists, RewardCall, check, failure, pause, stop
 from lowmem_grpo.rewards.calling.contract import RewardError, bind, is_async
 from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores, put_together
 from lowmem_grpo.runs.state import Clock, TrainerState
@@ -39,10 +39,10 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
         self.scorer, self.now, self.state, self.clock = scorer, state, copy.copy(state), clock or Clock()
         self.names = scorer.early
         self.plain = [name for name in self.names if not is_async(scorer.by_name[name])]
-        self.calls: list[Call] = []
+        self.calls: list[RewardCall] = []
         self.waiting: list[tuple[int, Lists]] = []  # for the worker
         self.working = self.hurry = self.closed = False
-        self.failed: Call | None = None  # the first call that failed, which stopped the others
+        self.failed: RewardCall | None = None  # the first call that failed, which stopped the others
         self.broken: BaseException | None = None  # an error in the worker itself
         self.changed = threading.Condition()  # guards all of the above
 
@@ -72,7 +72,7 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
                     self.working = True
                     start_thread("early rewards", self.work)
 
-    def finish_call(self, call: Call, _: object = None) -> None:
+    def finish_call(self, call: RewardCall, _: object = None) -> None:
         """Notify waiting threads that a call has ended; close the batch after the first failure."""
         with self.changed:
             first = failure(call.future) is not None and not self.closed
@@ -95,7 +95,7 @@ class RewardBatch(AbstractContextManager["RewardBatch"]):
                 self.broken = error
                 self.changed.notify_all()
 
-    def next_calls(self) -> list[Call]:
+    def next_calls(self) -> list[RewardCall]:
         """Return calls of all plain functions on the waiting groups. If no group waits, return [] to end the worker."""
         with self.changed:
             self.changed.wait_for(lambda: self.hurry or self.closed, LINGER)

@@ -17,7 +17,7 @@ from typing import Any
 from lowmem_grpo.config.grpo import check_weights
 from lowmem_grpo.rewards.calling import contract
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
-from lowmem_grpo.rewards.calling.calls import Call, CallRecorder, Lists, wait_for
+from lowmem_grpo.rewards.calling.calls import CallRecorder, Lists, RewardCall, wait_for
 from lowmem_grpo.rewards.calling.contract import RewardError, RewardFunction
 from lowmem_grpo.rewards.reward import is_model
 
@@ -80,7 +80,7 @@ class RewardScorer:
             raise ValueError(f"reward_weights is {self.weights}: nothing pays; weight 0 only logs a function's rewards")
         self.timeout, self.while_sampling = timeout, while_sampling
         self.episodes, self.late_columns = episodes, late_columns
-        self.override, self.called = override, dict[str, Call]()  # calls by `call_rows` inside `override`
+        self.override, self.called = override, dict[str, RewardCall]()  # calls by `call_rows` inside `override`
         self.said: set[str] = set()  # functions whose conversions have been warned of
         self.loop = BackgroundLoop("async rewards")
 
@@ -116,7 +116,7 @@ class RewardScorer:
         contract.check_lengths(lists, len(completions))
         return lists
 
-    def call_whole(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
+    def call_whole(self, names: list[str], lists: Lists, state: Any) -> list[RewardCall]:
         """Call the functions `names`, or `override` in their place, on a whole batch; return the finished calls."""
         if self.override is None or not lists["completions"]:
             return self.call_each(names, lists, state)
@@ -145,7 +145,7 @@ class RewardScorer:
         self.called = {call.name: call for call in self.call_each(self.names, lists, state)}
         return [self.called[name].rewards for name in self.names]
 
-    def call_each(self, names: list[str], lists: Lists, state: Any) -> list[Call]:
+    def call_each(self, names: list[str], lists: Lists, state: Any) -> list[RewardCall]:
         """Call the functions `names`, the async ones last and together. Arguments are checked before any call."""
         calls = [self.call(name, lists, state) for name in names]
         together = [call for call in calls if contract.is_async(self.by_name[call.name])]
@@ -158,11 +158,11 @@ class RewardScorer:
         wait_for(together)
         return [*alone, *together]
 
-    def call(self, name: str, lists: Lists, state: Any, groups: Sequence[int] = ()) -> Call:
+    def call(self, name: str, lists: Lists, state: Any, groups: Sequence[int] = ()) -> RewardCall:
         """Return a call that has not begun. MissingColumnError if a required argument is not available."""
-        return Call(name, self.by_name[name], lists, state, self.timeout, groups)
+        return RewardCall(name, self.by_name[name], lists, state, self.timeout, groups)
 
-    def scores(self, calls: list[Call], spans: dict[int, range]) -> Scores:
+    def scores(self, calls: list[RewardCall], spans: dict[int, range]) -> Scores:
         """Return the batch's scores from `put_together`. Warn once for each function with converted results."""
         scores = put_together(calls, self.names, spans)
         for name in scores.converted.keys() - self.said:
@@ -172,7 +172,7 @@ class RewardScorer:
         return scores
 
 
-def put_together(calls: list[Call], names: list[str], spans: dict[int, range]) -> Scores:
+def put_together(calls: list[RewardCall], names: list[str], spans: dict[int, range]) -> Scores:
     """Return the scores of a batch, merged from calls on the whole batch and on some groups; `spans` are the positions
     of each group's completions. RewardError for a result that is not a list of rewards."""
     count = sum(map(len, spans.values()))

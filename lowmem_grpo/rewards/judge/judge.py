@@ -23,7 +23,7 @@ RANGE: Rule = ("(worst, best), with worst below best", lambda pair: isinstance(p
     pair) == 2 and FINITE[1](pair) and 0 < pair[1] - pair[0] < math.inf)
 EQUAL = 0.5  # the reward of completions that have no other to be compared with
 
-Place = tuple[Question, int]  # a completion's question, and its number among the answers
+AskedAnswer = tuple[Question, int]  # a completion's question, and its number among the answers
 
 
 @dataclass
@@ -133,7 +133,7 @@ class JudgeReward(Reward):
         asked = dict.fromkeys(question for question, _ in places if question.is_open)
         return self.settle(places, self.judge.rate([*asked]), call)
 
-    def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[Place]:
+    def ask(self, texts: list[Any], columns: dict[str, list[Any]], call: dict[str, Any]) -> list[AskedAnswer]:
         """Return each completion's question, and the completion's index among the question's answers. Equal completions
         of a group are one answer. TypeError without prompts."""
         if (prompts := call.get("prompts")) is None:
@@ -145,7 +145,7 @@ class JudgeReward(Reward):
         tasks = [(prompt_text(prompt), self.rubric if rubric in (None, "") else str(rubric),
                   None if known is None else str(known), *others) for prompt, rubric, known, *others
                  in zip(prompts, rubrics, references, seeds or nothing, apart, strict=True)]
-        places: list[Place] = []
+        places: list[AskedAnswer] = []
         for (prompt, rubric, known, *_), group in groupby(zip(tasks, texts, strict=True), lambda item: item[0]):
             each = [text for _, text in group]
             answers = list(dict.fromkeys(each))
@@ -154,7 +154,7 @@ class JudgeReward(Reward):
             places += [(question, answers.index(text)) for text in each]
         return places
 
-    def settle(self, places: list[Place], now: Round, call: dict[str, Any]) -> list[float | None]:
+    def settle(self, places: list[AskedAnswer], now: Round, call: dict[str, Any]) -> list[float | None]:
         """Return the rewards from the scores of a `Round` (None where there is no score), and log its cost."""
         if now.troubles:
             self.trouble = now.troubles[-1]
@@ -171,7 +171,7 @@ class JudgeReward(Reward):
         score, reason = now.found[question][number]
         return (score - self.low) / (self.high - self.low), reason
 
-    def log(self, places: list[Place], now: Round, reasons: list[str], call: dict[str, Any]) -> None:
+    def log(self, places: list[AskedAnswer], now: Round, reasons: list[str], call: dict[str, Any]) -> None:
         if callable(log := call.get("log_extra")):
             log(f"{self.__name__}_reason", reasons)
         if not callable(log := call.get("log_metric")) or not reasons:
@@ -191,7 +191,7 @@ class AsyncJudgeReward(JudgeReward):
     async def __call__(self, **call: Any) -> list[float | None]:  # type: ignore[override]
         return await super().__call__(**call)  # type: ignore[misc]
 
-    async def settle(self, places: list[Place], now: Any, call: dict[str, Any]) -> Any:  # type: ignore[override]
+    async def settle(self, places: list[AskedAnswer], now: Any, call: dict[str, Any]) -> Any:  # type: ignore[override]
         return super().settle(places, await now, call)
 
 

@@ -137,9 +137,9 @@ class UrlJudge(Judge):
     async def ask(self, question: Question, fault: str | None, now: Round) -> Ratings:
         """Return the ratings in the reply to a question, and add its cost to the Round `now`. `fault`: what was wrong
         with the previous reply. BadReplyError for a reply without ratings; any other error if there is no reply."""
-        client, places = self.session()
+        client, slots = self.session()
         create: Any = client.chat.completions.create
-        async with places:
+        async with slots:
             answer = await create(model=self.name, messages=question.messages(fault), **self.options)
         for name in ("prompt_tokens", "completion_tokens"):
             count = getattr(getattr(answer, "usage", None), name, None)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any
 
-from lowmem_grpo.rewards.reading import CLOCK, Place, boxed, last_number, read_number, stated, unfenced, whole
+from lowmem_grpo.rewards.reading import CLOCK, Finder, boxed, last_number, read_number, stated, unfenced, whole
 from lowmem_grpo.rewards.ready.mathematics import Ask, equal, read_answer
 from lowmem_grpo.rewards.reward import AMOUNT, TextReward, TextVerifier, Verdict, VerifiedReward
 from lowmem_grpo.rewards.texts import label_text, labels_of
@@ -26,7 +26,7 @@ REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 LONGEST_ANSWER = 10_000  # characters of a completion that a user's pattern is matched against
 
 
-def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool = False) -> TextVerifier:
+def answer_match(column: str = "answer", where: Finder = whole, ignore_case: bool = False) -> TextVerifier:
     """Return a verifier: the answer's text equals the label, or the answer that the label states. White space at the
     ends is ignored, and any white space inside counts as one space. An empty label gives no verdict.
 
@@ -35,7 +35,7 @@ def answer_match(column: str = "answer", where: Place = whole, ignore_case: bool
     return TextVerifier("answer_match", same_text, column, where=where, ignore_case=ignore_case)
 
 
-def same_text(text: str, label: Any, where: Place, ignore_case: bool) -> Verdict:
+def same_text(text: str, label: Any, where: Finder, ignore_case: bool) -> Verdict:
     wanted, answer, written = (" ".join(str(value).split()) for value in (
         label_text(label), stated(label_text(label)), where(text) or ""))
     if not wanted:
@@ -43,7 +43,7 @@ def same_text(text: str, label: Any, where: Place, ignore_case: bool) -> Verdict
     return written.casefold() in (wanted.casefold(), answer.casefold()) if ignore_case else written in (wanted, answer)
 
 
-def number_match(column: str = "answer", where: Place = last_number, tolerance: float = 0.0) -> TextVerifier:
+def number_match(column: str = "answer", where: Finder = last_number, tolerance: float = 0.0) -> TextVerifier:
     """Return a verifier: the answer, by default the last number of the completion, equals the label's number.
 
     "1,234.50", "$1234.5" and "1234.5" are equal. A label may state its answer, as GSM8K's do ("... #### 43", "The
@@ -54,7 +54,7 @@ def number_match(column: str = "answer", where: Place = last_number, tolerance: 
     return TextVerifier("number_match", same_number, column, where=where, tolerance=Fraction(as_python(tolerance)))
 
 
-def same_number(text: str, label: Any, where: Place, tolerance: Fraction) -> Verdict:
+def same_number(text: str, label: Any, where: Finder, tolerance: Fraction) -> Verdict:
     wanted, written = labelled_number(label), where(text)
     if wanted is None:
         clock = stated(label) if isinstance(label, str) else ""
@@ -101,7 +101,7 @@ def is_prose(label: str) -> bool:
     return len(label) > LONGEST_MATH or len(words) > LONGEST_LABEL or in_words
 
 
-def regex_match(pattern: str | re.Pattern[str], where: Place = whole) -> TextVerifier:
+def regex_match(pattern: str | re.Pattern[str], where: Finder = whole) -> TextVerifier:
     """Return a verifier: the whole answer matches the pattern (`re.fullmatch`).
 
     Only the first 10,000 characters of the completion are used. Avoid nested repeats such as (a+)+, for which Python's
@@ -115,7 +115,7 @@ def regex_match(pattern: str | re.Pattern[str], where: Place = whole) -> TextVer
     return TextVerifier("regex_match", fits, pattern=compiled, where=where)
 
 
-def fits(text: str, pattern: re.Pattern[str], where: Place) -> Verdict:
+def fits(text: str, pattern: re.Pattern[str], where: Finder) -> Verdict:
     answer = where(text[:LONGEST_ANSWER])
     return answer is not None and pattern.fullmatch(answer) is not None
 
@@ -186,24 +186,24 @@ def finite(number: str) -> float:
     return value
 
 
-def number_present(present: float = 1.0, absent: float = -1.0, where: Place = last_number) -> TextReward:
+def number_present(present: float = 1.0, absent: float = -1.0, where: Finder = last_number) -> TextReward:
     """Return a reward: `present` if there is a number, by default anywhere in the completion, else `absent`."""
     return TextReward("number_present", pay_presence, where=where, present=present, absent=absent)
 
 
-def pay_presence(text: str, where: Place, present: float, absent: float) -> float:
+def pay_presence(text: str, where: Finder, present: float, absent: float) -> float:
     return present if read_number(where(text)) is not None else absent
 
 
 def number_equal(
-    right: float = 3.0, wrong: float = -3.0, column: str = "answer", where: Place = last_number, tolerance: float = 0.0
+    right: float = 3.0, wrong: float = -3.0, column: str = "answer", where: Finder = last_number, tolerance: float = 0.0
 ) -> VerifiedReward:
     """Return the reward of `number_match`: `right` if the answer's number equals the label's, else `wrong`."""
     return number_match(column, where, tolerance).reward(right, wrong, "number_equal")
 
 
 def proximity(
-    exact: float = 3.0, outlier: float = -1.5, reach: float = 1.0, column: str = "answer", where: Place = last_number
+    exact: float = 3.0, outlier: float = -1.5, reach: float = 1.0, column: str = "answer", where: Finder = last_number
 ) -> TextReward:
     """Return a reward that grows with the nearness of the answer's number x to the label y:
     max(outlier, exact * (1 - |x - y| / (reach |y|))).
@@ -219,7 +219,7 @@ def proximity(
                       reach=Fraction(as_python(reach)))
 
 
-def pay_nearness(text: str, label: Any, where: Place, exact: float, outlier: float, reach: Fraction) -> float | None:
+def pay_nearness(text: str, label: Any, where: Finder, exact: float, outlier: float, reach: Fraction) -> float | None:
     labels = [wanted for each in labels_of(label) if (wanted := labelled_number(each)) is not None]
     if not labels:
         return None

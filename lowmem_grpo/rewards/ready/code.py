@@ -16,8 +16,8 @@ from typing import Any
 
 from lowmem_grpo.data.code_tests import function_in
 from lowmem_grpo.rewards.calling.background import run_side_by_side
-from lowmem_grpo.rewards.reading import Place, in_tag
-from lowmem_grpo.rewards.reward import AMOUNT, PLACE, MeanOf, Reward, Verdict, VerifiedReward, Verifier
+from lowmem_grpo.rewards.reading import Finder, in_tag
+from lowmem_grpo.rewards.reward import AMOUNT, FINDER, MeanOf, Reward, Verdict, VerifiedReward, Verifier
 from lowmem_grpo.rewards.sandbox.cases import AssertCase, Case, read_cases
 from lowmem_grpo.rewards.sandbox.limits import Limits
 from lowmem_grpo.rewards.sandbox.trial import OUTCOMES, SandboxError, open_sandbox, run_tests
@@ -48,7 +48,7 @@ def python_code(text: str) -> str | None:
 
 def code_passes_tests(
     column: str = "tests", isolation: str | None = None, limits: Limits | None = None, workers: int | None = None,
-    where: Place = python_code, batch_seconds: float = BATCH_SECONDS, function: str | None = None,
+    where: Finder = python_code, batch_seconds: float = BATCH_SECONDS, function: str | None = None,
 ) -> "CodeVerifier":
     """Return a verifier of Python: right if every test of the row passes, wrong if a test fails, else None: the row has
     no tests, or a test gives no verdict.
@@ -66,12 +66,12 @@ def code_passes_tests(
 class CodeVerifier(Verifier):
     """The verifier that `code_passes_tests` returns. `judge` returns the result of each test, with the reason."""
 
-    def __init__(self, column: str, isolation: str | None, limits: Limits | None, workers: int | None, where: Place,
+    def __init__(self, column: str, isolation: str | None, limits: Limits | None, workers: int | None, where: Finder,
                  batch_seconds: float, function: str | None = None) -> None:
         if workers is not None:
             require("workers", workers, at_least(1, int), ", or None for one per CPU")
         require("batch_seconds", batch_seconds, number("above 0", lambda seconds: seconds > 0))
-        require("where", where, PLACE)
+        require("where", where, FINDER)
         self.name, self.columns = "code_passes_tests", (column,) if function is None else (column, function)
         self.sandbox = open_sandbox(isolation, limits)
         self.workers = workers or len(os.sched_getaffinity(0))

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.rewards.reading import Place, boxed
+from lowmem_grpo.rewards.reading import Finder, boxed
 from lowmem_grpo.rewards.ready.answers import same_answer, same_text
 from lowmem_grpo.rewards.reward import Verdict, Verifier, any_of, check_settings
 
@@ -94,7 +94,7 @@ def refuse(label: str, answer: str) -> bool:
 class MathMatch(Verifier):
     """The verifier that `math_match` returns."""
 
-    def __init__(self, column: str, where: Place) -> None:
+    def __init__(self, column: str, where: Finder) -> None:
         check_settings(same_text, column, {"where": where})
         self.name, self.columns, self.where = "math_match", (column,), where
 
@@ -113,7 +113,7 @@ class MathMatch(Verifier):
         return verdicts
 
 
-def math_match(column: str = "answer", where: Place = boxed) -> MathMatch:
+def math_match(column: str = "answer", where: Finder = boxed) -> MathMatch:
     r"""Return a verifier: the answer, by default in the last \boxed{...}, is mathematically equal to the label.
 
     Equal texts and numbers are recognised at once. Other pairs are compared by math-verify in a separate process, in a

@@ -164,7 +164,7 @@ class LiveView:
         table.add_column(no_wrap=True)
         for key, label, _ in self.curves(self.history):
             if key in self.history:
-                value = shown(key, self.history[key][-1]) + self.spread(key, " \u00b1 ")
+                value = shown(key, self.history[key][-1]) + self.deviation(key, " \u00b1 ")
                 table.add_row(Text(label), Text(value), Text(sparkline(self.history[key])))
         return table
 
@@ -181,13 +181,13 @@ class LiveView:
         functions = [(key, f"  {name}", name) for key in logged if (name := reward_name(key))]
         return [*self.first, ("reward", "reward", "reward"), *functions, *CURVES]
 
-    def spread(self, key: str, before: str, after: str = "") -> str:
-        spread = self.history.get("reward_std") if key == "reward" else None
-        return f"{before}{spread[-1]:.3f}{after}" if spread else ""
+    def deviation(self, key: str, before: str, after: str = "") -> str:
+        deviations = self.history.get("reward_std") if key == "reward" else None
+        return f"{before}{deviations[-1]:.3f}{after}" if deviations else ""
 
     def line(self, logs: dict[str, float]) -> str:
         parts = [f"step {self.step}/{self.max_steps}"]
-        parts += [f"{name} {shown(key, logs[key])}{self.spread(key, ' (std ', ')')}"
+        parts += [f"{name} {shown(key, logs[key])}{self.deviation(key, ' (std ', ')')}"
                   for key, _, name in self.curves(logs) if key in logs]
         parts += [f"{'time:' if label == 'time' else label} {value}" for label, value in in_words(logs).items()]
         return "  ".join([*parts, f"left {self.time_left()}"])

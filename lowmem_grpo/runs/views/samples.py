@@ -91,7 +91,7 @@ def call_text(call: Record) -> str:
     return f"{call.get('name')}({values})"
 
 
-def spread(samples: list[Record], limit: int) -> list[Record]:
+def thinned(samples: list[Record], limit: int) -> list[Record]:
     """Return at most `limit` samples: the first ones of evenly spaced steps, among them the first and the last step."""
     if len(samples) <= limit:
         return samples
@@ -108,7 +108,7 @@ def spread(samples: list[Record], limit: int) -> list[Record]:
 def fitting(samples: list[Record], limit: int, room: int) -> list[Record]:
     """Return at most `limit` samples, spread over the run, that take at most `room` bytes of a page."""
     while limit > 0:
-        kept = spread(samples, limit)
+        kept = thinned(samples, limit)
         taken = len(json_text(kept).encode("utf-8", errors="replace"))
         if taken <= room:
             return kept

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.config.launcher import this_place
+from lowmem_grpo.config.launcher import this_process
 from lowmem_grpo.utils import visible
 
 MOST_COLUMNS = 160  # longer lines are hard to read
@@ -106,13 +106,13 @@ class CurrentStderr(logging.StreamHandler):
 def quiet() -> None:
     """Log this package's messages to the terminal, and only errors of libraries. With several ranks, the first shows
     messages from INFO on, and the others, with their rank, from WARNING on."""
-    place = this_place()
-    form = "%(message)s" if place.leads else f"rank {place.rank}: %(message)s"
+    process = this_process()
+    form = "%(message)s" if process.leads else f"rank {process.rank}: %(message)s"
     handler = CurrentStderr()
     handler.setFormatter(BetweenWords(form))
     logging.basicConfig(level=logging.ERROR, handlers=[handler])
-    logging.getLogger("lowmem_grpo").setLevel(logging.INFO if place.leads else logging.WARNING)
-    if not place.leads:
+    logging.getLogger("lowmem_grpo").setLevel(logging.INFO if process.leads else logging.WARNING)
+    if not process.leads:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     from transformers.utils import logging as transformers_logging
 

@@ -22,13 +22,13 @@ from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest, TextRequest, message_of
-from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
+from lowmem_grpo.server.openai.request_queue import EngineCall, WorkerClosedError
 from lowmem_grpo.server.openai.token_texts import TokenTexts, older_logprobs
 from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Turn
 from lowmem_grpo.utils import JsonError, check_json
 
-Adapter = Path | str | None  # as in `Call`
+Adapter = Path | str | None  # as in `EngineCall`
 Choice = dict[str, Any]
 T = TypeVar("T")
 SECONDS = 60.0  # until a request that is not yet rendered and encoded is given up
@@ -161,8 +161,8 @@ class PendingCompletions:
         step = asked.model.rpartition("@")[2]  # the policy version in a name such as RUN@12
         version = int(step) if step.isdecimal() else None
         self.chat, self.asked, self.turns = chat, asked, list[Turn]()
-        self.calls = [Call(ids, params_of(asked, len(ids), place, chat.worker.context), adapter, key, version,
-                           user=chat.user)
+        self.calls = [EngineCall(ids, params_of(asked, len(ids), place, chat.worker.context), adapter, key, version,
+                                 user=chat.user)
                       for ids in prompts for place, key in enumerate(keys)]
         for call in self.calls:
             chat.worker.submit(call)

@@ -25,7 +25,7 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.server.openai.request_queue import (
     LIVE,
     NO_ROUND,
-    Call,
+    EngineCall,
     EngineSession,
     Keys,
     RequestQueue,
@@ -67,7 +67,7 @@ class EngineWorker:
 
     # Called from any thread
 
-    def submit(self, call: Call) -> "Future[Turn]":
+    def submit(self, call: EngineCall) -> "Future[Turn]":
         """Queue a call, and return a future of its turn; for an invalid call the future raises ValueError. A cancelled
         call that is already in the engine is sampled to its end, and its result is dropped."""
         self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
@@ -92,7 +92,7 @@ class EngineWorker:
         self.waiting.add(job)
         return job.future
 
-    def likeliest(self, call: Call, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
+    def likeliest(self, call: EngineCall, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
         """Return a future with the log-probs of the sampled token and of the `count` likeliest tokens, for each
         completion token. They take one more forward pass."""
         return self.run(partial(self.look_again, call, turn, count), sleep=False, user=call.user)
@@ -137,7 +137,7 @@ class EngineWorker:
         except BaseException as error:  # noqa: BLE001, the thread must survive any error
             job.future.set_exception(error)
 
-    def serve(self, call: Call) -> None:
+    def serve(self, call: EngineCall) -> None:
         """Run one engine session for calls with the `batch_key` of `call`. An error fails the session's calls."""
         engine_session = EngineSession(self.waiting, call.batch_key, self.keys, max(self.rounds, default=NO_ROUND))
         try:
@@ -171,7 +171,7 @@ class EngineWorker:
             with adapter_for(self.model.inner, as_request(adapter)):
                 yield
 
-    def look_again(self, call: Call, turn: Turn, count: int) -> list[dict[int, Logprob]]:
+    def look_again(self, call: EngineCall, turn: Turn, count: int) -> list[dict[int, Logprob]]:
         """Compute `likeliest`. RuntimeError if the policy was trained since the turn was sampled."""
         if call.adapter == LIVE and turn.policy_version != self.policy_version:
             raise RuntimeError("the model was trained between this completion and its top_logprobs; ask again")

@@ -27,7 +27,7 @@ MOST = 4096  # remembered conversation numbers; an engine caches fewer
 
 
 @dataclass(eq=False)
-class Call:
+class EngineCall:
     """A requested completion. Calls with equal `batch_key` are decoded together."""
 
     ids: list[int]  # (P,) prompt tokens
@@ -69,18 +69,18 @@ class RequestQueue:
         self.turn: int | None = None
         self.closed = False
 
-    def add(self, item: Call | WorkerTask) -> None:
+    def add(self, item: EngineCall | WorkerTask) -> None:
         """Queue an item. If the queue is closed already, the item's future raises WorkerClosedError instead."""
         with self.changed:
             if self.closed:
                 item.future.set_exception(WorkerClosedError("the engine is closed: nothing is sampled or run any more; "
                                                             "start the server or register the model again"))
                 return
-            line = item.user, item.batch_key if isinstance(item, Call) else None
+            line = item.user, item.batch_key if isinstance(item, EngineCall) else None
             self.lines.setdefault(line, deque()).append(item)
             self.changed.notify_all()
 
-    def next(self) -> WorkerTask | Call | None:
+    def next(self) -> WorkerTask | EngineCall | None:
         """Wait for an item. Return a task to run, or a call (left in its queue) to serve; None after `close`."""
         with self.changed:
             self.changed.wait_for(lambda: self.lines or self.closed)
@@ -88,7 +88,7 @@ class RequestQueue:
                 return None
             line = next(iter(self.lines))
             if line[1] is not None:
-                call: Call = self.lines[line][0]
+                call: EngineCall = self.lines[line][0]
                 return call
             job: WorkerTask = self.lines[line].popleft()
             self.end_turn(line)
@@ -103,7 +103,7 @@ class RequestQueue:
 
     def take_calls(
         self, batch_key: tuple[object, ...], most: int | None, wait: bool, first: bool, expected: Round
-    ) -> list[Call]:
+    ) -> list[EngineCall]:
         """Return up to `most` calls (None: all) with this `batch_key`, one of each user after another. If items of
         another key wait, return none, unless these are the `first` calls of a session.
 
@@ -130,12 +130,12 @@ class RequestQueue:
     def only(self, batch_key: tuple[object, ...]) -> bool:
         return all(line[1] == batch_key for line in self.lines)
 
-    def drain(self, batch_key: tuple[object, ...]) -> list[Call]:
+    def drain(self, batch_key: tuple[object, ...]) -> list[EngineCall]:
         with self.changed:
             lines = [line for line in self.lines if line[1] == batch_key]
             return [call for line in lines for call in self.lines.pop(line)]
 
-    def close(self) -> list[Call | WorkerTask]:
+    def close(self) -> list[EngineCall | WorkerTask]:
         """Refuse new items, and return those that waited."""
         with self.changed:
             self.closed = True
@@ -155,7 +155,7 @@ class Keys:
     def new(self) -> int:
         return next(self.numbers)
 
-    def number_of(self, call: Call, engine_session: int) -> int:
+    def number_of(self, call: EngineCall, engine_session: int) -> int:
         """Return the number of a call's conversation; sessions share none for a saved adapter, which may change."""
         if call.key is None:
             return self.new()
@@ -177,7 +177,7 @@ class EngineSession:
         """`before` is the round with the most calls in earlier sessions; it predicts the size of the first round."""
         self.waiting, self.batch_key, self.keys, self.number = waiting, batch_key, keys, keys.new()
         self.before, self.widest = before, NO_ROUND  # `widest` is the round of this session with the most calls
-        self.open: dict[int, Call] = {}
+        self.open: dict[int, EngineCall] = {}
         self.engine: Engine | None = None  # once it is awake; its free slots bound the calls that are taken
         self.begun = False
         self.back, self.since = 0, time.monotonic()  # calls finished since the engine took calls, and when
@@ -229,7 +229,7 @@ class EngineSession:
             return NO_ROUND
         return self.last if self.begun else self.before
 
-    def enter(self, call: Call) -> Request:
+    def enter(self, call: EngineCall) -> Request:
         """Add a call, and return its engine request, with a new key if the call's key is in use."""
         key = self.keys.number_of(call, self.number)
         if key in self.open:
@@ -238,7 +238,7 @@ class EngineSession:
         return Request(key, call.ids, call.params.max_tokens, call.seed)
 
 
-def turn_of(call: Call, rollout: Rollout) -> Turn:
+def turn_of(call: EngineCall, rollout: Rollout) -> Turn:
     """Return a completion as a turn, with the version of the live policy or saved adapter, or -1 for the base model."""
     usual = -1 if call.adapter is None else 0
     version = rollout.policy_version if call.adapter == LIVE else usual if call.version is None else call.version

@@ -56,7 +56,7 @@ class Page:
     def follow(self, run: Listed) -> RunFollower:
         """Return the follower of a run, after it has read its new records."""
         with self.lock:
-            follower = self.followers(*run.place)
+            follower = self.followers(*run.paths)
         follower.read_news()
         return follower
 
@@ -158,10 +158,10 @@ class Page:
                 raise ChatError(409, f"{run.title} is {run.state}; what you can do with it here: "
                                      f"{', '.join(run.actions) or 'nothing'}")
             if action == "export":
-                return await asyncio.to_thread(zipped_adapter, run.place[0], name)
+                return await asyncio.to_thread(zipped_adapter, run.paths[0], name)
             await asyncio.to_thread(self.source.act, run, action)
         except (ChatError, ValueError, RuntimeError, OSError) as error:
-            why = str(error) if run is None else str(error).replace(str(run.place[0]), run.title)
+            why = str(error) if run is None else str(error).replace(str(run.paths[0]), run.title)
             page = plain_page("That was not done", REFUSAL.format(why=escape(why)))
             return HTMLResponse(page, error.status if isinstance(error, ChatError) else 409)
         return RedirectResponse(f"/{query_of(name)}", 303)

@@ -85,7 +85,7 @@ class JsonlTail:
         """With `last_bytes`, the first read starts at most that far before the end of the file."""
         self.path, self.last_bytes = path, last_bytes
         self.file: tuple[int, int] | None = None  # device and inode of the file that was read
-        self.place, self.size, self.skipped, self.damaged = 0, 0, 0, 0  # bytes, and lines
+        self.offset, self.size, self.skipped, self.damaged = 0, 0, 0, 0  # bytes, and lines
         self.more = False  # whether the file goes on after the last piece
         self.is_new = False  # whether the last piece is the first of a file
 
@@ -95,14 +95,14 @@ class JsonlTail:
         with suppress(OSError), open_plain(self.path) as file:
             status = os.fstat(file.fileno())
             number, self.size = (status.st_dev, status.st_ino), status.st_size
-            if number != self.file or self.size < self.place:
+            if number != self.file or self.size < self.offset:
                 self.is_new, self.file, self.damaged = True, number, 0
-                self.place = self.skipped = max(0, self.size - self.last_bytes) if self.last_bytes else 0
-            file.seek(self.place)
+                self.offset = self.skipped = max(0, self.size - self.last_bytes) if self.last_bytes else 0
+            file.seek(self.offset)
             piece = file.read(PIECE)
         self.more = len(piece) == PIECE
         end = piece.rfind(b"\n") + 1
-        self.place += end or len(piece) * self.more  # a longer line counts once, by its last piece, as damaged
+        self.offset += end or len(piece) * self.more  # a longer line counts once, by its last piece, as damaged
         lines = piece[:end].split(b"\n")[self.is_new and self.skipped > 0 :]
         return [record for line in lines if line.strip() for record in self.checked_records(line)]
 
@@ -209,7 +209,7 @@ class RunFollower:
 
     def version(self) -> tuple[Any, ...]:
         files = (self.path / METRICS, self.path / COMPLETIONS, self.path / SUMMARY, self.log)
-        return *map(stamp, files), self.metrics.place, self.completions.place, self.reading
+        return *map(stamp, files), self.metrics.offset, self.completions.offset, self.reading
 
     def charts(self) -> list[Chart]:
         with self.lock:
@@ -229,7 +229,7 @@ class RunFollower:
         """Return a text on what the page leaves out: unread, merged, skipped and damaged records."""
         said = []
         if self.reading:
-            share = self.metrics.place / max(1, self.metrics.size)
+            share = self.metrics.offset / max(1, self.metrics.size)
             said.append(f"Its records are still being read ({share:.0%} of the steps).")
         if self.series.width > 1:
             steps, width = count_text(self.series.steps, "step"), self.series.width * 2

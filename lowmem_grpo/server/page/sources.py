@@ -44,7 +44,7 @@ class Listed:
     name: str  # its name in the page's URL
     title: str
     state: str  # running, finished, failed and so on; also its colour
-    place: tuple[Path, Path]  # its folder and its log, which may not exist yet
+    paths: tuple[Path, Path]  # its folder and its log, which may not exist yet
     why: str = ""  # its progress, why it waits or ended, and its process
     written: float = 0.0  # seconds since 1970: time of submission or of the newest record; 0.0 is unknown
     actions: tuple[str, ...] = ()  # what this user can do with it: stop, resume, export
@@ -78,7 +78,7 @@ class RunsSource:
         return [run if user.is_owner else replace(run, actions=tuple({*run.actions} - {"stop"})) for run in self.runs]
 
     def act(self, run: Listed, action: str) -> None:
-        lock = run.place[0] / FILE
+        lock = run.paths[0] / FILE
         if not holds_lock(lock, owner := owner_of(lock)):
             raise ValueError(f"{run.title} cannot be stopped any more: its process has ended")
         os.kill(int(owner["pid"]), signal.SIGTERM)

@@ -73,7 +73,7 @@ class CheckpointStore:
                                   "ORDER BY made DESC, path", (owner, time.time()))
         return [saved for saved in (Saved(**with_settings(row)) for row in rows) if model in (None, saved.model)]
 
-    def place(self, model: str, kind: str, name: str, seq: int) -> Path:
+    def path_of(self, model: str, kind: str, name: str, seq: int) -> Path:
         """Return a path that only this request's weights use: older weights stay until the new ones are complete."""
         suffix = ".safetensors" if kind == TRAINING else ""
         return self.folder / f"{model.replace(':', '_')}.{kind}.{seq}.{name}{suffix}"

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams, seed_of
-from lowmem_grpo.memory.cutting import Limits
+from lowmem_grpo.memory.cutting import CutLimits
 from lowmem_grpo.models.packing import Packer, unpack
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request import MOST_STOP, MOST_STOPS
-from lowmem_grpo.server.openai.request_queue import Call, WorkerClosedError
+from lowmem_grpo.server.openai.request_queue import EngineCall, WorkerClosedError
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import group_of
 from lowmem_grpo.server.tinker.calls import SampleRequest
@@ -102,7 +102,7 @@ class PromptScoring:
         asked = {id(group.rollouts[0]): prompt for group, prompt in zip(groups, taken, strict=True)}
         try:
             with self.worker.computing_with(taken[0].adapter):
-                results = self.packer.run("the scoring of prompts", groups, Limits(TOGETHER),
+                results = self.packer.run("the scoring of prompts", groups, CutLimits(TOGETHER),
                                           lambda batches: self.passes(batches, asked))
             for prompt, scored in results:
                 prompt.future.set_result(scored)
@@ -218,7 +218,7 @@ class SampleService:
         params, seed, top = params_of(asked, self.bounds), asked.sampling_params.seed, asked.topk_prompt_logprobs or 0
         self.usage.begin_sample(owner)
         seeds = [None if seed is None else seed_of(seed, number) for number in range(asked.num_samples)]
-        turns = [self.worker.submit(Call(asked.ids, replace(params, seed=each), adapter, user=owner))
+        turns = [self.worker.submit(EngineCall(asked.ids, replace(params, seed=each), adapter, user=owner))
                  for each in seeds]
         prompt = (self.scoring.ask(asked.ids, adapter, top, asked.prompt_logprobs_last_n, owner)
                   if asked.scored or top else None)

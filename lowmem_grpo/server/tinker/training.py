@@ -217,7 +217,7 @@ class Training:
         settings = model.settings.with_metadata(call.user_metadata)
         self.usage.check_storage(model.owner, self.adapters.size(model.id, moments=kind == TRAINING)
                                  + settings.notes_size)
-        place, now = self.checkpoints.place(model.id, kind, call.path, asked.seq), time.time()
+        place, now = self.checkpoints.path_of(model.id, kind, call.path, asked.seq), time.time()
         if kind == SAMPLING:
             self.adapters.snapshot(model.id, place)
         else:

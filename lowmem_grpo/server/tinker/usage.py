@@ -41,13 +41,13 @@ class Usage:
         """`folder` holds the models' states, and the snapshots that samplers name."""
         self.store, self.checkpoints, self.folder = store, checkpoints, folder
         self.allowances = defaultdict(Allowance) if allowances is None else allowances
-        self.lock, self.samples = threading.Lock(), Counter[str]()
+        self.lock, self.sampling_requests = threading.Lock(), Counter[str]()
 
     def taken(self, asked: ModelRequest, model: StoredModel) -> ModelRequest:
         """Return the request. If it exceeds a limit of its user, return a request of kind REFUSED in its place, which
         fails when its turn comes. BusyError if the answer to an earlier request will soon make room."""
         (requests, bodies, is_next), may = self.store.open_of(model.owner), self.allowances[model.owner]
-        requests += self.samples[model.owner]
+        requests += self.sampling_requests[model.owner]
         if requests >= may.requests and asked.seq > model.done + 1:
             told = too_many(requests, may.requests)
         elif bodies + len(asked.body) > may.bodies and (asked.kind == PASS or len(asked.body) > SMALL):
@@ -68,14 +68,14 @@ class Usage:
         """Count a sample as waiting until `end_sample`. BusyError if the user's limit is reached."""
         may = self.allowances[owner].requests
         with self.lock:
-            requests = self.store.open_of(owner)[0] + self.samples[owner]
+            requests = self.store.open_of(owner)[0] + self.sampling_requests[owner]
             if requests >= may:
                 raise BusyError(too_many(requests, may))
-            self.samples[owner] += 1
+            self.sampling_requests[owner] += 1
 
     def end_sample(self, owner: str) -> None:
         with self.lock:
-            self.samples[owner] -= 1
+            self.sampling_requests[owner] -= 1
 
     def check_model(self, model: str, owner: str) -> None:
         """Raise ValueError if this is a new model and its user has reached the limit of models."""

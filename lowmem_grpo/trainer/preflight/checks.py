@@ -101,7 +101,7 @@ class Check:
         return told.removeprefix("Find ").removeprefix("that ").removesuffix(".")
 
     def fits(self, subject: Subject) -> bool:
-        return (self.with_sft or subject.samples) and not (self.of_rows and subject.without_rows)
+        return (self.with_sft or subject.does_sampling) and not (self.of_rows and subject.without_rows)
 
 
 CHECKS = (
@@ -175,13 +175,13 @@ def refuse_errors(findings: list[Finding]) -> None:
                              f"sampled or written:\n{lines}")
 
 
-def check_settings(config: Any, count: int, samples: bool = True) -> None:
+def check_settings(config: Any, count: int, does_sampling: bool = True) -> None:
     """Raise ValueError for settings that need a single process, or for a step with fewer prompts than ranks."""
     if count > 1 and (mode := getattr(config, "train_while_sampling", None)):
         raise ValueError(f"train_while_sampling is {mode!r}, and the run has {count} processes: a rank trains other "
                          "groups than it has sampled; leave it out")
     prompts = config.prompts_per_generation if isinstance(config, GRPOConfig) else config.batch_size
-    if samples and prompts < count > 1:
+    if does_sampling and prompts < count > 1:
         raise ValueError(f"a step has {prompts} prompts, and the run has {count} processes, each of which takes whole "
                          "prompts: raise per_device_train_batch_size or gradient_accumulation_steps, or start fewer")
 
@@ -192,7 +192,7 @@ def check_ranks_agree(trainer: Any) -> None:
     if ranks.count == 1:
         return
     machine = room.describe_machine(trainer.model, device)
-    told = ranks.gather("what the ranks are", (described(trainer, machine), card_of(device), ranks.place.local,
+    told = ranks.gather("what the ranks are", (described(trainer, machine), card_of(device), ranks.process.local,
                                                machine["card_bytes"] or 0))
     facts, cards, places, sizes = zip(*told, strict=True)
     if ranks.leads and max(sizes) > LARGER * min(sizes):

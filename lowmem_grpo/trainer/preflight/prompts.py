@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from lowmem_grpo.trainer.preflight.subject import Subject, spread
+from lowmem_grpo.trainer.preflight.subject import Subject, bit_reversed
 from lowmem_grpo.types import Finding
 
 MANY_ALIKE = 0.1  # share of rows that may repeat the prompt of another row
@@ -61,14 +61,14 @@ def too_long(subject: Subject) -> Iterator[Finding]:
                       f"{max(long)}", "")
         return
     none_left = len(long) == len(sample.usable)
-    setting = "max_length" if not subject.samples else "max_prompt_length"
+    setting = "max_length" if not subject.does_sampling else "max_prompt_length"
     bound, fix = f"{setting} ({sample.limit})", f"raise {setting}, or shorten the rows"
     if getattr(args, setting) is None:
         bound = f"the {sample.limit} tokens that the context of {subject.context} leaves"
         fix = "load with a larger max_seq_length, or shorten the rows"
     which = "no row of the dataset can be used" if none_left else f"{sample.share(len(long))} will be skipped"
     yield Finding("error" if none_left else "warning", "", f"{which}: longer than {bound}, the longest has {max(long)} "
-                  "tokens", f"{fix}; {CUT_FIX[not subject.samples]} cuts them instead")
+                  "tokens", f"{fix}; {CUT_FIX[not subject.does_sampling]} cuts them instead")
 
 
 def few_rows(subject: Subject) -> Iterator[Finding]:
@@ -109,7 +109,7 @@ def count_repeats(dataset: Any) -> tuple[int, int]:
 
 def in_blocks(total: int) -> Iterator[int]:
     """Yield the indices of all rows in blocks, ordered so that every prefix is spread over the dataset."""
-    for place in spread(-(-total // BLOCK)):
+    for place in bit_reversed(-(-total // BLOCK)):
         yield from range(place * BLOCK, min((place + 1) * BLOCK, total))
 
 

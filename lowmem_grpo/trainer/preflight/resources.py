@@ -16,7 +16,7 @@ from lowmem_grpo.memory.offload.pages import SPARE, available_host_bytes
 from lowmem_grpo.memory.plan import COMPLETION_SHARE, OPTIMIZER_BYTES, Workload
 from lowmem_grpo.models.card_check import has_managed_memory, is_bfloat16_supported
 from lowmem_grpo.models.fp8_layers import form_in_fp8
-from lowmem_grpo.runs.files import existing, free_bytes, place_fault
+from lowmem_grpo.runs.files import existing, folder_fault, free_bytes
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.trainer.preflight.subject import Subject
 from lowmem_grpo.trainer.run_memory import PlannedTime
@@ -29,7 +29,7 @@ LINE_BYTES, REWARD_BYTES, TOKEN_BYTES, TURN_BYTES = 300, 40, 5, 200
 
 def unwritable(subject: Subject) -> Iterator[Finding]:
     """Find an `output_dir` that cannot be made or written to. The check itself writes nothing."""
-    if fault := place_fault(subject.run_dir):
+    if fault := folder_fault(subject.run_dir):
         yield Finding("error", "", *fault)
 
 
@@ -111,7 +111,7 @@ def cache_in_8_bits(subject: Subject) -> Iterator[Finding]:
 def how_long(subject: Subject) -> str | None:
     """Return one line with the run's estimated time; None on the CPU, on an unknown card, and in fine-tuning."""
     args, lengths = subject.args, [looked.tokens for looked in subject.sample.fitting]
-    if not subject.samples or not lengths or subject.plan is None:
+    if not subject.does_sampling or not lengths or subject.plan is None:
         return None
     longest, updates = args.max_completion_length, args.optimizer_steps_per_generation * args.num_iterations
     mean = max(1.0, COMPLETION_SHARE * longest)  # a guess
@@ -154,7 +154,7 @@ def copies_to_come(subject: Subject) -> int:
 
 def completion_bytes(subject: Subject) -> int:
     """Return the bytes of completions.jsonl if every completion has `max_completion_length` tokens."""
-    if not subject.samples:
+    if not subject.does_sampling:
         return 0
     args, prompts = subject.args, [len(looked.prompt.text) for looked in subject.sample.usable if looked.prompt]
     rollouts = max(subject.state.max_steps - subject.state.global_step, 0) / args.steps_per_rollout

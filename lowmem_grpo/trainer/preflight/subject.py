@@ -74,14 +74,14 @@ def sample_rows(dataset: Any, encoder: PromptEncoder) -> RowSample:
     count = min(len(dataset), MOST_ROWS)
     unbounded = of_any_length(encoder)
     began, rows = time.monotonic(), []
-    for place in spread(count):
+    for place in bit_reversed(count):
         rows.append(look_at(dataset, place * len(dataset) // count, unbounded))
         if len(rows) >= LEAST_ROWS and time.monotonic() - began > SECONDS:
             break
     return RowSample(rows, dataset, columns_of(dataset, rows), unbounded, encoder.max_prompt_length)
 
 
-def spread(count: int) -> list[int]:
+def bit_reversed(count: int) -> list[int]:
     """Return 0 .. count - 1 in bit-reversed order. So every prefix is spread evenly, in case time runs out."""
     width = max(count - 1, 0).bit_length()
     turned = (int(f"{place:0{width}b}"[::-1], 2) if width else place for place in range(1 << width))
@@ -131,7 +131,7 @@ class Subject:
         self.without_rows = not hasattr(source, "encoder")  # the caller samples
         self.sample = self.template_sample() if self.without_rows else self.sample_of(source.dataset, source.encoder)
         self.chats = [looked for looked in self.sample.usable if is_chat(looked.row.get("prompt"))]
-        self.samples: bool = trainer.samples  # False in fine-tuning
+        self.does_sampling: bool = trainer.does_sampling  # False in fine-tuning
         self.rewards = list(trainer.rewards)  # their names
         self.scorer: RewardScorer | None = getattr(trainer, "scorer", None)  # None where no function is called
         self.functions = [] if self.scorer is None else list(self.scorer.by_name.items())

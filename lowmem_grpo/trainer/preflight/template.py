@@ -180,7 +180,8 @@ def other_end(subject: Subject) -> Iterator[Finding]:
             continue
         yield Finding("warning", "", f"the chat template ends an answer with {tail.strip()!r}, but only "
                       f"{names_of_ends(subject)} ends a completion, so answers may run on to their maximum length",
-                      f"set tokenizer.eos_token to the template's end token{f', or {STOP}' if subject.samples else ''}")
+                      "set tokenizer.eos_token to the template's end token"
+                      f"{f', or {STOP}' if subject.does_sampling else ''}")
 
 
 def names_of_ends(subject: Subject) -> str:

@@ -13,7 +13,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.server.openai.request_queue import (
     LIVE,
     MOST_QUIET,
-    Call,
+    EngineCall,
     EngineSession,
     Keys,
     RequestQueue,
@@ -23,7 +23,7 @@ from lowmem_grpo.server.openai.request_queue import (
 from lowmem_grpo.types import Rollout
 
 WIDE: Round = (8, 0.8)  # a round of eight calls, which took 0.8 seconds
-CALL = Call([5, 6, 7], SamplingParams(max_tokens=4))
+CALL = EngineCall([5, 6, 7], SamplingParams(max_tokens=4))
 
 
 class Trickle(RequestQueue):
@@ -85,8 +85,8 @@ def test_those_who_were_just_served_are_decoded_together_again_where_decoding_go
 
 
 def test_only_the_same_conversation_with_the_same_weights_has_its_number_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(key: int | None, adapter: Path | str | None = LIVE) -> Call:
-        return Call([1], SamplingParams(), adapter, key)
+    def call(key: int | None, adapter: Path | str | None = LIVE) -> EngineCall:
+        return EngineCall([1], SamplingParams(), adapter, key)
 
     known, saved = Keys(), Path("saved")
     asked = [(call(1), 0), (call(2), 0), (call(1, None), 0), (call(1, saved), 0), (call(1, saved), 1), (call(None), 0),

@@ -122,10 +122,10 @@ def test_a_log_is_looked_for_in_the_run_and_beside_a_job_and_nowhere_else(tmp_pa
     (runs / "7/log.txt").write_text("of job 7")
     (runs / "log.txt").write_text("of the folder")
     (tmp_path / "log.txt").write_text("outside")
-    places = {run.name: run.place for run in runs_below(runs)}
+    places = {run.name: run.paths for run in runs_below(runs)}
     assert places["one"] == (runs / "one", runs / "one/log.txt")
     assert places["7/run"] == (runs / "7/run", runs / "7/log.txt")
-    assert runs_below(runs / "run")[0].place == (runs / "run", runs / "run/log.txt")
+    assert runs_below(runs / "run")[0].paths == (runs / "run", runs / "run/log.txt")
 
 
 def test_an_adapter_can_be_downloaded_where_there_is_one(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def text(client: openai.OpenAI, **more: Any) -> Any:
 
 def counts(served: Serving, wanted: int) -> None:
     """Wait until the owner has so many requests that are not answered."""
-    until(lambda: served.model.training.usage.samples["owner"] == wanted)
+    until(lambda: served.model.training.usage.sampling_requests["owner"] == wanted)
 
 
 @pytest.mark.parametrize("ask", [chat, text])

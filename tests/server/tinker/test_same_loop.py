@@ -12,7 +12,7 @@ from served import MODEL, HeldUp, Serving, tinker_client
 from tinker_server import same
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.server.openai.request_queue import Call
+from lowmem_grpo.server.openai.request_queue import EngineCall
 from lowmem_grpo.server.tinker.adapters import Adam, LoraSettings
 from lowmem_grpo.server.tinker.datum import Datum, Pass
 
@@ -73,7 +73,7 @@ class InProcess:
         folder = self.folder / f"at-{seed}"
         self.do("snapshot", "mine", folder)
         with begun_together(self.served):
-            futures = [self.served.model.worker.submit(Call(prompt, SamplingParams(
+            futures = [self.served.model.worker.submit(EngineCall(prompt, SamplingParams(
                 max_tokens=TOKENS, seed=seed + place), folder)) for place in range(COUNT)]
         return [(turn.completion_ids, turn.logprobs) for turn in (one.result() for one in futures)]
 

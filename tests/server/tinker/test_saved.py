@@ -122,7 +122,7 @@ def test_what_expired_and_what_a_kill_left_is_deleted(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(Database(tmp_path / "server.sqlite"), tmp_path / "saved")
     settings = LoraSettings(rank=4, seed=1)
     for name, expires in (("old", 1.0), ("new", None)):
-        place = checkpoints.place("run:train:0", TRAINING, name, 1)
+        place = checkpoints.path_of("run:train:0", TRAINING, name, 1)
         place.write_bytes(b"x")
         with checkpoints.database.write() as connection:
             checkpoints.put(Saved(path_of("run:train:0", TRAINING, name), "me", "run:train:0", settings, place.name, 1,
@@ -133,4 +133,4 @@ def test_what_expired_and_what_a_kill_left_is_deleted(tmp_path: Path) -> None:
         checkpoints.find("tinker://run:train:0/weights/old", "me")
     again = CheckpointStore(checkpoints.database, checkpoints.folder)
     assert [path.name for path in again.folder.iterdir()] == ["run_train_0.weights.1.new.safetensors"]
-    assert again.place("run:train:0", SAMPLING, "n", 2).name == "run_train_0.sampler_weights.2.n"
+    assert again.path_of("run:train:0", SAMPLING, "n", 2).name == "run_train_0.sampler_weights.2.n"

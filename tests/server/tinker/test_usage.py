@@ -90,7 +90,7 @@ def test_samples_count_until_they_are_answered(served: Any) -> None:
     assert server.wait(first).status_code == 200
     assert server.sample(server.sampler()).status_code == 200
     server.close()
-    assert server.model.training.usage.samples["owner"] == 0, "what was broken off does not count either"
+    assert server.model.training.usage.sampling_requests["owner"] == 0, "what was broken off does not count either"
 
 
 def test_what_is_written_is_bounded_and_told_before_it_is_written(served: Any, tmp_path: Path) -> None:

@@ -115,5 +115,5 @@ def test_preflight_says_how_long_a_run_should_take_and_that_it_is_an_estimate(tr
 
 def test_fine_tuning_and_unknown_cards_are_told_nothing(trainer: Any) -> None:
     subject = Subject(on_card(trainer, "Tesla T4"))
-    subject.samples = False
+    subject.does_sampling = False
     assert how_long(subject) is None and how_long(Subject(on_card(trainer, "16GiB"))) is None

@@ -42,7 +42,7 @@ def test_a_large_or_slow_dataset_is_sampled_evenly_and_for_a_moment_only(
 
 @every_row("count", [0, 1, 2, 3, 7, 8, 256])
 def test_the_spread_order_has_every_row_once(count: int) -> None:
-    assert sorted(subject.spread(count)) == list(range(count))
+    assert sorted(subject.bit_reversed(count)) == list(range(count))
 
 
 def test_copies_are_searched_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
