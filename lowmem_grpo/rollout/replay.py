@@ -9,9 +9,10 @@ from dataclasses import replace
 from statistics import pstdev
 from typing import Any
 
+import torch
+
 from lowmem_grpo.models.routes import Routes, give_routes, routes_of
 from lowmem_grpo.types import TOKEN_FIELDS, ImageToken, Rollout, RolloutGroup, Split, Turn
-from lowmem_grpo.utils import torch
 
 logger = logging.getLogger(__name__)
 FLOATS, INTEGERS, FLAGS = "d", "i", "b"  # 8, 4 and 1 bytes, enough to store every value exactly
