@@ -49,6 +49,10 @@ ENTRIES = [
           "the four tags of the example (or your `tags=`) occur once each, in order, with text in each pair and "
           "nothing after the last tag; `<think>` tags as in TRL's `think_format_reward`",
           [(STEPS, True)]),
+    Entry("verifier", "follows_instructions()",
+          "the text follows all [instructions](#instructions-that-can-be-checked) of the row",
+          [("The sea is wide", True), ("The sea, wide", False)],
+          {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}),
     Entry("reward", "number_present()", "1 if the text has a number, else -1", [("it is 9", 1.0)]),
     Entry("reward", "number_equal()", "3 if the last number equals the label, else -3",
           [("it is 10", 3.0)], {"answer": "10"}),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         strict_format_reward_func,
         xmlcount_reward_func,
     )
+    from lowmem_grpo.rewards.ready.instructions import follows_instructions
     from lowmem_grpo.rewards.ready.mail import email_rewards, ideal_answer, keyword_present, recipient_named, signed
     from lowmem_grpo.rewards.ready.math_answer import math_match
     from lowmem_grpo.rewards.reward import MeanOf, Reward, Verifier
@@ -49,11 +50,12 @@ if TYPE_CHECKING:
 __all__ = [
     "SYSTEM_PROMPT", "Finding", "MeanOf", "Reward", "RewardCheck", "RewardError", "RewardScorer", "Scores", "SelfJudge",
     "UrlJudge", "Verifier", "after", "answer_match", "boxed", "boxed_match", "check", "code_passes_tests",
-    "correctness_reward_func", "email_rewards", "extract_hash_answer", "extract_xml_answer", "format_kept",
-    "format_match", "ideal_answer", "in_tag", "int_reward_func", "json_match", "judged", "keyword_present", "last_line",
-    "last_number", "length_near", "math_match", "number_equal", "number_match", "number_present", "proximity",
-    "recipient_named", "regex_match", "repetition_penalty", "ruler", "signed", "soft_format_reward_func",
-    "soft_overlong_penalty", "strict_format_reward_func", "tags_counted", "too_long", "whole", "xmlcount_reward_func",
+    "correctness_reward_func", "email_rewards", "extract_hash_answer", "extract_xml_answer", "follows_instructions",
+    "format_kept", "format_match", "ideal_answer", "in_tag", "int_reward_func", "json_match", "judged",
+    "keyword_present", "last_line", "last_number", "length_near", "math_match", "number_equal", "number_match",
+    "number_present", "proximity", "recipient_named", "regex_match", "repetition_penalty", "ruler", "signed",
+    "soft_format_reward_func", "soft_overlong_penalty", "strict_format_reward_func", "tags_counted", "too_long",
+    "whole", "xmlcount_reward_func",
 ]
 
 HOMES = {name: home for home, names in {
@@ -71,6 +73,7 @@ HOMES = {name: home for home, names in {
                              "tags_counted too_long",
     "rewards.ready.gsm8k": "SYSTEM_PROMPT correctness_reward_func extract_hash_answer extract_xml_answer "
                            "int_reward_func soft_format_reward_func strict_format_reward_func xmlcount_reward_func",
+    "rewards.ready.instructions": "follows_instructions",
     "rewards.ready.mail": "email_rewards ideal_answer keyword_present recipient_named signed",
     "rewards.ready.math_answer": "math_match",
     "rewards.reading": "after boxed in_tag last_line last_number whole",

@@ -62,7 +62,8 @@ class Reward(ABC):
         self.__name__, self.columns = name, columns
         keyword = inspect.Parameter.KEYWORD_ONLY
         named = [inspect.Parameter(argument, keyword) for argument in ("completions", *dict.fromkeys(columns))]
-        self.__signature__ = inspect.Signature([*named, inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)])
+        others = "others" if "kwargs" in columns else "kwargs"  # IFEval has a column of that name
+        self.__signature__ = inspect.Signature([*named, inspect.Parameter(others, inspect.Parameter.VAR_KEYWORD)])
 
     def __call__(self, *, completions: list[Any], **kwargs: Any) -> list[float | None]:
         missing = [name for name in self.columns if name not in kwargs]
