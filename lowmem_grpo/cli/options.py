@@ -23,7 +23,7 @@ from lowmem_grpo.runs.views.terminal import columns
 from lowmem_grpo.utils import check_value
 
 WIDTH, QUOTE = 100, "'"
-PRESET = ("model", "max_seq_length", "lora_rank", "lora_alpha", "settings")  # parameters of Preset, in order
+PRESET = ("model", "max_seq_length", "lora_rank", "lora_alpha", "settings", "load_in_4bit")  # of Preset, in order
 OWN_PROBLEMS = "the recipe {!r} makes its own problems; leave --dataset out, or --recipe"
 NO_EPISODES = ("the recipe {!r} has no episodes: one completion is the whole answer. Ask a question with lowmem-grpo "
                "generate \"...\", or measure with lowmem-grpo eval")
@@ -261,7 +261,7 @@ def written_presets(tree: ast.Module) -> dict[str, Any]:
 
     read = {size: {name: literal(value) for name, value in values.items()}
             for size, values in preset_calls(tree).items()}
-    whole = all(None not in values.values() and {*PRESET[:-1]} <= {*values} <= {*PRESET} for values in read.values())
+    whole = all(None not in values.values() and {*PRESET[:4]} <= {*values} <= {*PRESET} for values in read.values())
     return {size: Preset(**values) for size, values in read.items()} if whole else {}
 
 

@@ -5,6 +5,7 @@ RECIPES = {
     "gsm8k": "grade-school maths: openai/gsm8k, or your own file with dataset=FILE",
     "countdown": "reach a target from given numbers with + - * /: generated puzzles",
     "proximity": "learn a new answer format by SFT, then GRPO with higher rewards for closer answers",
+    "instructions": "following instructions that a program can check, as in IFEval: generated prompts",
     "email": "replies to e-mails, with a reward for each quality of a good reply",
     "code": "small Python functions that must pass their tests in a sandbox",
     "judge": "summaries that a language model compares and scores (RULER)",

@@ -40,6 +40,7 @@ class Preset:
     lora_rank: int
     lora_alpha: int
     settings: dict[str, Any] = field(default_factory=dict)  # fields of GRPOConfig that differ from the recipe's
+    load_in_4bit: bool = True  # of hub models
 
 
 Presets = dict[str, Preset]  # by size in GB, or CPU; a recipe with only a CPU preset uses it on every machine
@@ -93,7 +94,7 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
     name = either(options.model, preset.model)
     rank = either(options.lora_rank, preset.lora_rank)
     form_of_weights(options.load_in_4bit, False, options.load_in_fp8)  # raises ValueError for both
-    four_bit = either(options.load_in_4bit, name not in EMBEDDED and not options.load_in_fp8)
+    four_bit = either(options.load_in_4bit, preset.load_in_4bit and name not in EMBEDDED and not options.load_in_fp8)
     form = weights(four_bit, options.load_in_fp8)
     checkpointing = False if name in EMBEDDED and options.checkpointing == "auto" else options.checkpointing
     settings = defaults | preset.settings | options.config
@@ -121,8 +122,8 @@ def planned(setup: Setup, card: Device) -> MemoryPlan:
 def preset_for(options: RecipeOptions, presets: Presets, gpu: str) -> Preset:
     """Return the preset for a card or the CPU, and for the model in the options."""
     size, preset = choose(gpu, presets)
-    if size == CPU and either(options.model, preset.model) != preset.model:
-        # the CPU's preset is a short trial of the tiny model: other models get a full run, as on the smallest card
+    if size == CPU and preset.model in EMBEDDED and either(options.model, preset.model) != preset.model:
+        # such a preset is a short trial of the tiny model: other models get a full run, as on the smallest card
         return next((presets[card] for card in SIZES if card in presets), presets[CPU])
     return preset
 

@@ -48,8 +48,8 @@ def test_every_preset_has_valid_settings_that_fit_its_context() -> None:
         assert setup.config.rounding() is None, (name, size)
         assert setup.config.max_completion_length + 256 <= setup.max_seq_length or setup.is_tiny, (name, size)
         assert 1 <= setup.lora_rank <= 64 and 1 <= setup.lora_alpha / setup.lora_rank <= 2, (name, size)
-        assert setup.is_tiny == (size == "cpu") and setup.load_in_4bit == (not setup.is_tiny), (name, size)
-        assert setup.checkpointing == ("auto" if size != "cpu" else False), (name, size)
+        assert setup.is_tiny == (size == "cpu" and name != "instructions"), (name, size)
+        assert setup.load_in_4bit == (size != "cpu") and (setup.checkpointing == "auto") != setup.is_tiny, (name, size)
 
 
 def test_every_preset_fits_its_card_and_so_do_newer_models_with_the_engine_that_samples_them(

@@ -1,0 +1,68 @@
+"""Recipe instructions: prompts whose instructions can be followed together, and never leak into the test split."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from recipe_runs import records, run_well
+
+from lowmem_grpo.recipes.instructions import FOLLOWS, GROUPS, InstructionOptions, make_dataset
+from lowmem_grpo.rewards.ready.instructions import instructions_of
+
+WISHES = {  # by kind: what a prompt with it says, and an answer's change that follows it
+    "change_case:english_lowercase": ("lower-case", str.lower), "change_case:english_capital": ("capital", str.upper),
+    "punctuation:no_comma": ("commas", lambda text: text.replace(",", "")),
+    "startend:quotation": ("quotation marks", lambda text: f'"{text}"'),
+    "detectable_content:postscript": ("postscript", lambda text: f"{text}\nP.S. Good."),
+    "detectable_format:title": ("<<my title>>", lambda text: f"<<a walk>>\n{text}"),
+}
+
+
+def test_an_instruction_of_a_prompt_cannot_be_read_or_contradicts_another() -> None:
+    rows = make_dataset("train", 400, most=len(GROUPS))
+    assert set(Counter(len(row["instruction_id_list"]) for row in rows)) == set(range(1, len(GROUPS) + 1))
+    for row in rows:
+        kinds = row["instruction_id_list"]
+        assert [kind for kind, _ in instructions_of(kinds, row["kwargs"])] == kinds
+        assert all(sum(kind in group for kind in kinds) <= 1 for group in GROUPS)
+        question = row["prompt"][0]["content"]
+        assert all(said in question for kind, (said, _) in WISHES.items() if kind in kinds), question
+        assert FOLLOWS.verify(followed(row), **{name: row[name] for name in FOLLOWS.columns}), (question, followed(row))
+
+
+def followed(row: dict[str, list[dict[str, object]]]) -> str:
+    """Write an answer that follows a prompt, by what its sentences ask for."""
+    wanted = dict(zip(map(str, row["instruction_id_list"]), row["kwargs"], strict=True))
+    text = "We saw it, and then slept."
+    if used := wanted.get("keywords:existence"):
+        text = f"{text} {' '.join(map(str, used['keywords']))}"  # type: ignore[call-overload]
+    if listed := wanted.get("detectable_format:number_bullet_lists"):
+        named = text.removeprefix("We saw it, and then slept.")
+        points = (f"We saw it.{named}", "Rain fell.", "Birds sang, too.", "Nobody spoke.")
+        text = "\n".join(f"* {point}" for point in points[: int(str(listed["num_bullets"]))])
+    if ended := wanted.get("startend:end_checker"):
+        text = f"{text}\n{ended['end_phrase']}"
+    for kind in ("detectable_format:title", "detectable_content:postscript", "startend:quotation",
+                 "punctuation:no_comma", "change_case:english_lowercase", "change_case:english_capital"):
+        text = WISHES[kind][1](text) if kind in wanted else text  # type: ignore[operator]
+    return text
+
+
+def test_a_prompt_occurs_in_both_splits_or_twice() -> None:
+    train, test = (make_dataset(split, 600)["prompt"] for split in ("train", "test"))
+    asked = [prompt[0]["content"] for prompts in (train, test) for prompt in prompts]
+    assert len(set(asked)) == 1200
+
+
+@pytest.mark.parametrize("most", [0, 7, -1])
+def test_a_number_of_instructions_that_no_prompt_can_have_is_taken(most: int) -> None:
+    with pytest.raises(ValueError, match=f"instructions is {most}; it must be 1 to 6"):
+        InstructionOptions(instructions=most)
+
+
+def test_a_run_of_two_steps_does_not_finish(tmp_path: Path) -> None:
+    result = run_well("instructions", tmp_path, "seed=3", "model=tiny", "train_size=8", "max_completion_length=6")
+    assert "The embedded tiny model cannot follow instructions" in result.output
+    summary, line = records(tmp_path)
+    assert summary["status"] == "finished" and summary["eval_problems"] == 4 == len(summary["samples"])
+    assert {"rewards/follows_instructions/mean", "rewards/instructions_followed/mean"} <= line.keys()
