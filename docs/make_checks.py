@@ -161,6 +161,7 @@ METRICS = {
         "completions/mean_terminated_length, completions/min_terminated_length, completions/max_terminated_length":
             "sampled tokens per completion, over completions that were not cut off",
         "completions/clipped_ratio": "share of completions that were cut off",
+        "completions/repetition": "share of a completion's 4-grams of tokens that occur earlier in it, on average",
         "turns/mean, turns/min, turns/max": "turns of the policy per episode",
         "turns/cut_ratio": "share of turns that were cut off",
         "episodes/ENDING": "share of episodes with this [ending](environments.md#what-ends-an-episode)",

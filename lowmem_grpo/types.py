@@ -126,6 +126,12 @@ class Rollout:
         return len(self.completion_ids) if self.trained is None else sum(self.trained)
 
     @property
+    def sampled_ids(self) -> list[int]:
+        """The tokens that the policy sampled."""
+        ids, trained = self.completion_ids, self.trained
+        return ids if trained is None else [token for token, own in zip(ids, trained, strict=True) if own]
+
+    @property
     def has_routes(self) -> bool:
         """True if the sampler reported the experts of some tokens."""
         return self.routes is not None or any(turn.routes is not None for turn in self.turns)

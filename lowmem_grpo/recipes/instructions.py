@@ -120,7 +120,8 @@ def make_dataset(split: str, size: int, seed: int = 0, most: int = 2) -> Dataset
 
 NAMES = ("keywords", "num_words", "relation", "num_bullets", "end_phrase", "postscript_marker")
 FOLLOWS = follows_instructions(sentence=True)
-EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), FOLLOWS, max_tokens=384, tiny_max_tokens=64)
+EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), FOLLOWS.reward(), max_tokens=384,
+            tiny_max_tokens=64)
 
 
 def run(options: InstructionOptions) -> None:

@@ -27,6 +27,7 @@ KL = 1.0  # nats per token
 ENTROPY_SHARE, ENTROPY_FLOOR, FIRST_STEPS = 0.01, 1e-3, 5  # share of the mean of the first steps; nats per token
 SPIKE, NORMS_KEPT, NORMS_NEEDED = 10.0, 50, 10  # factor of the median of the last norms, if there are enough
 CONSTANT_STEPS = 20
+REPETITION, MORE_REPETITION = 0.3, 0.2  # share of repeated 4-grams; above that of the first steps
 MANY_ENDS = 0.5  # share of the episodes with one ending, or of failed tool calls
 MANY_PREEMPTED = 0.5  # preemptions per sequence of the decode batch
 MANY_FAILURES = 0.1  # share of the episodes in which an environment failed
@@ -84,6 +85,20 @@ def entropy_collapse(line: Line, kept: list[float]) -> str | None:
         kept.append(entropy)
     low = entropy < max(ENTROPY_FLOOR, ENTROPY_SHARE * fmean(kept))
     return f"entropy is {entropy:.2g}, and was {fmean(kept):.2g} in the first steps" if low else ""
+
+
+def repetition(line: Line, kept: list[float]) -> str | None:
+    """Report if completions repeat themselves more than in the first steps, and earn more. `kept` collects the shares
+    of repeated 4-grams and the rewards of the first steps, in turn."""
+    share, reward = number(line, "completions/repetition"), number(line, "reward")
+    if share is None or reward is None:
+        return None
+    if len(kept) < 2 * FIRST_STEPS:
+        kept += [share, reward]
+    first, paid = fmean(kept[::2]), fmean(kept[1::2])
+    more = share > max(REPETITION, first + MORE_REPETITION) and reward > paid
+    return (f"completions/repetition is {share:.2g}, and was {first:.2g} in the first steps, while the reward rose "
+            f"from {paid:.3g} to {reward:.3g}") if more else ""
 
 
 def gradient_spike(line: Line, kept: list[float]) -> str | None:
@@ -156,6 +171,14 @@ ALARMS = (
         3, entropy_collapse, "so the completions of a prompt are nearly the same",
         "go back to an earlier checkpoint and lower learning_rate, raise epsilon_high or the temperature, or use "
         "entropy_coef or top_entropy_quantile",
+    ),
+    Alarm(
+        "repetition", "completions repeat themselves, and are paid for it",
+        f"completions/repetition is above {REPETITION}, and {MORE_REPETITION} above its mean in the first "
+        f"{FIRST_STEPS} steps, and the reward is above its mean there", 3, repetition,
+        "so the policy may exploit a flaw of the reward",
+        "read the commonest completions in the report. Make the reward function stricter, add "
+        "rewards.repetition_penalty(), or use sentence=True in rewards.follows_instructions",
     ),
     Alarm(
         "gradient_spike", "the gradient has spiked",

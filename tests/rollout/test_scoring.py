@@ -98,7 +98,9 @@ def test_lengths_and_rewards_are_those_of_the_generation() -> None:
     assert metrics == {
         "completions/mean_length": 5, "completions/min_length": 2, "completions/max_length": 8,
         "completions/mean_terminated_length": 4, "completions/min_terminated_length": 2,
-        "completions/max_terminated_length": 6, "completions/clipped_ratio": 0.25, "frac_reward_zero_std": 0.5,
+        "completions/max_terminated_length": 6,
+        "completions/repetition": pytest.approx((4 / 5 + 2 / 3) / 4),  # of 8 and 6 equal tokens
+        "completions/clipped_ratio": 0.25, "frac_reward_zero_std": 0.5,
         "groups/total": 2, "groups/with_signal": 1, "groups/signal_share": 0.5, "rewards/right/mean": 0.5,
         "rewards/right/std": pytest.approx((0.5 / 3) ** 0.5), "reward": 0.5,
         "reward_std": pytest.approx((0.5 / 3) ** 0.5),

@@ -17,6 +17,7 @@ Line = dict[str, float]
 
 HEALTHY: Line = {
     "groups/with_signal": 3, "reward": 0.5, "completions/clipped_ratio": 0.9, "mismatch/k3": 5e-4,
+    "completions/repetition": 0.2,
     "mismatch/effective_samples": 0.95, "clip_ratio/region_mean": 0.2, "kl": 0.3, "entropy": 0.4, "grad_norm": 0.7,
     "nonfinite/rollouts": 0, "rewards/right/mean": 0.5, "rewards/right/std": 0.5, "episodes/parse_error": 0.1,
     "tools/failure_frequency": 0.2, "episodes/max_tokens": 0.1, "episodes/context": 0.0, "episodes/timeout": 0.0,
@@ -24,7 +25,8 @@ HEALTHY: Line = {
     "turns/cut_ratio": 0.1, "tools/call_frequency": 1.0, "sampling/preemptions": 3, "sampling/most_together": 64,
 }
 EDGE: Line = {  # as far as it may go
-    "groups/with_signal": 1, "completions/clipped_ratio": 0.99, "mismatch/k3": 0.01, "mismatch/effective_samples": 0.5,
+    "groups/with_signal": 1, "completions/clipped_ratio": 0.99, "mismatch/k3": 0.01,
+    "completions/repetition": 0.4, "mismatch/effective_samples": 0.5,
     "clip_ratio/region_mean": 0.3, "kl": 1.0, "entropy": 0.0041, "grad_norm": 7.0, "rewards/right/std": 1e-9,
     "episodes/parse_error": 0.5, "tools/failure_frequency": 0.5, "episodes/max_tokens": 0.5, "episodes/timeout": 0.1,
     "turns/cut_ratio": 0.99, "tools/call_frequency": 0.01, "sampling/preemptions": 32,
@@ -39,6 +41,8 @@ BAD = [  # of an alarm: a line that is wrong, after how many of them it must sou
     ("clipping", {"cispo_clip_ratio": 0.31}, 3, "learning_rate"),
     ("kl", {"kl": 1.1}, 3, "kl is 1.1"),
     ("entropy_collapse", {"entropy": 0.0039}, 3, "entropy is 0.0039, and was 0.4 in the first steps"),
+    ("repetition", {"completions/repetition": 0.41, "reward": 0.6}, 3,
+     "completions/repetition is 0.41, and was 0.2 in the first steps, while the reward rose from 0.5 to 0.6"),
     ("gradient_spike", {"grad_norm": 7.1}, 1, "grad_norm is 7.1, 10 times the usual 0.7"),
     ("nonfinite", {"nonfinite/rollouts": 1}, 1, "nonfinite.jsonl"),
     ("unreadable_calls", {"episodes/parse_error": 0.51}, 3, "episodes/parse_error is 0.51, so the policy does not"),

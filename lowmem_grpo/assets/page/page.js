@@ -31,6 +31,11 @@ function render(data) {
   showCurves(data.charts, data.note);
   show("pairs", data.pairs, pairs => pairs && section("Before and after", make("p", "quiet", pairs.counts),
     make("div", "articles", pairs.samples.map(pair))));
+  show("common", data.common, common => common && section("Commonest completions",
+    make("p", "quiet", `of the last ${counted(common.steps, "step")} with samples: ${common.total} completions`),
+    make("div", "articles", common.rows.map(row => make("article", "card", make("p", "", make("b", "",
+      `${row.count} times (${Math.round(100 * row.count / common.total)}%)`), " ",
+    row.reward == null ? "" : "mean reward " + row.reward.toFixed(3)), make("pre", "", row.text))))));
   showSamples(data.samples);
   showLog(data.log);
   show("settings", data.settings, settings => settings?.length && make("details", "", make("summary", "", "Settings"),

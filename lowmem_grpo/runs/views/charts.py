@@ -29,6 +29,8 @@ CHARTS = (
           from_zero=True),
     Chart("Completions cut off", "that reached the length limit", "share of completions",
           {"completions/clipped_ratio": "cut off"}, share=True),
+    Chart("Repetition", "4-grams of tokens that occur earlier in the completion", "share of 4-grams",
+          {"completions/repetition": "repeated"}, share=True),
     Chart("Entropy", "", "nats per token", {"entropy": "entropy"}),
     Chart("KL divergence", "policy from reference model", "nats per token", {"kl": "KL"}),
     Chart("Clip ratio", "tokens whose gradient was clipped away", "share of tokens",

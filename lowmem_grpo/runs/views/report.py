@@ -17,7 +17,7 @@ from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.runs.views.chart import LINES, css, how_smoothed
 from lowmem_grpo.runs.views.charts import deciding, figures, split_flat, taught
 from lowmem_grpo.runs.views.headline import Warned, alarms_in_words, count_alarms, headline
-from lowmem_grpo.runs.views.samples import Record, clipped, fitting, json_text, shown_sample
+from lowmem_grpo.runs.views.samples import Record, clipped, commonest, fitting, json_text, shown_sample
 from lowmem_grpo.utils import count_text
 
 MOST_BYTES = 500_000
@@ -105,7 +105,7 @@ def content(run: RunSnapshot, summary: Record, most_bytes: int = MOST_BYTES, all
         "top": headline(run.name, run.rows, summary, missing(run, summary), run.state),
         "alarms": alarms_in_words(run.alarms), "charts": [chart.to_dict(points) for chart in charts],
         "note": " ".join(filter(None, (run.note, how_smoothed(charts), flat))),
-        "pairs": before_and_after_training(summary),
+        "pairs": before_and_after_training(summary), "common": commonest(run.samples),
         "settings": [(str(name), clipped(json.dumps(value), LONGEST_OF_PAIR))
                      for name, value in (summary.get("config") or {}).items()],
     }

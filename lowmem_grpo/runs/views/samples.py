@@ -3,6 +3,7 @@ are not trusted: fields of unexpected types are left out."""
 
 import json
 from collections import defaultdict, deque
+from statistics import fmean
 from typing import Any
 
 from lowmem_grpo.runs.views.chart import even_places
@@ -15,6 +16,7 @@ TEXTS = 3  # the texts of an episode together may have TEXTS * LONGEST character
 MOST_TURNS, MOST_OF_A_TURN = 40, 20  # turns of an episode; calls and replies of a turn
 MOST_REWARDS, LONGEST_NAME = 64, 200
 LARGEST = 1e300  # larger values cannot be drawn
+LAST_STEPS, MOST_COMMON = 5, 5  # steps of which the commonest completions are shown, and their number
 WHOLE_GROUP = 8  # completions of a step worth keeping together, before steps are left out
 NUMBER = (int, float)
 OF_SAMPLE: dict[str, Any] = {
@@ -103,6 +105,23 @@ def thinned(samples: list[Record], limit: int) -> list[Record]:
     count = min(len(steps), limit // per_step)
     kept = steps[-1:] if count == 1 else [steps[place] for place in even_places(len(steps), count)]
     return [sample for step in kept for sample in by_step[step][:per_step]]
+
+
+def commonest(samples: list[Record]) -> Record | None:
+    """Return the completions that occur most often in the last steps, with their number and mean reward; None if no
+    completion occurs twice."""
+    last = sorted({sample["step"] for sample in samples})[-LAST_STEPS:]
+    rewards: dict[str, list[float | None]] = defaultdict(list)
+    for sample in samples:
+        if sample["step"] in last and "completion" in sample:
+            rewards[sample["completion"]].append(sample.get("reward"))
+    total, most = sum(map(len, rewards.values())), sorted(rewards.items(), key=lambda pair: -len(pair[1]))
+    rows = []
+    for text, paid in most[:MOST_COMMON]:
+        known = [reward for reward in paid if reward is not None]
+        if len(paid) > 1:
+            rows.append({"text": text, "count": len(paid), "reward": fmean(known) if known else None})
+    return {"total": total, "steps": len(last), "rows": rows} if rows else None
 
 
 def fitting(samples: list[Record], limit: int, room: int) -> list[Record]:

@@ -1,8 +1,9 @@
 """Samples of a run that goes on: in bounded memory, over the whole run, and its newest."""
 
 import json
+from typing import Any
 
-from lowmem_grpo.runs.views.samples import LONGEST, Reservoir, shown_sample
+from lowmem_grpo.runs.views.samples import LONGEST, Reservoir, commonest, shown_sample
 
 
 def filled(samples: Reservoir, steps: int, each: int = 2) -> Reservoir:
@@ -36,3 +37,13 @@ def test_whatever_a_line_holds_a_sample_is_small() -> None:
     sample = shown_sample({"step": 1, "prompt": [{"role": "user", "content": long}], "completion": long, "ending": long,
                            "rewards": {f"{place}{long}": 1.0 for place in range(100)}, "turns": [turn] * 500})
     assert len(json.dumps(sample)) < 110 * LONGEST and len(sample["turns"]) <= 40
+
+
+def test_the_commonest_completions_of_the_last_steps_are_hidden() -> None:
+    samples: list[dict[str, Any]] = [{"step": step, "completion": "early", "reward": 1.0} for step in (1, 1, 1)]
+    samples += [{"step": step, "completion": text, "reward": reward} for step in range(2, 7) for text, reward in (
+        ("DONE DONE", 1.0), ("DONE DONE", 0.5), (f"answer {step}", None), ("same", None))]
+    assert commonest(samples) == {"total": 20, "steps": 5, "rows": [
+        {"text": "DONE DONE", "count": 10, "reward": 0.75}, {"text": "same", "count": 5, "reward": None}]}
+    assert commonest([sample for sample in samples if sample["completion"].startswith("answer")]) is None
+    assert commonest([{"step": 1, "turns": []}] * 2) is None and commonest([]) is None
