@@ -1,6 +1,7 @@
 """The command `lowmem-grpo`, also `python -m lowmem_grpo`: the group of all commands. Importing it loads no heavy
 library."""
 
+import difflib
 import io
 import sys
 
@@ -15,12 +16,27 @@ from lowmem_grpo.cli.plan import doctor, plan
 from lowmem_grpo.cli.run import cancel, jobs, logs, report, resume, run, submit
 from lowmem_grpo.cli.serve import serve, watch
 
+OTHER_NAMES = {"train": "run", "start": "run", "evaluate": "eval", "test": "eval", "chat": "generate",
+               "sample": "generate", "merge": "export", "check": "doctor", "stop": "cancel", "init": "new"}
+
 
 class InOrder(click.Group):
     """A group whose help lists the commands in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; the UsageError for an unknown one names the nearest."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            close = difflib.get_close_matches(args[0], [*self.commands, *OTHER_NAMES], n=1)
+            name = next((OTHER_NAMES.get(name, name) for name in close), None)
+            hint = f"Did you mean {name!r}?" if name else "lowmem-grpo --help lists the commands."
+            raise click.UsageError(f"{error.message} {hint}", ctx) from None
 
 
 @click.group(cls=InOrder, context_settings={"help_option_names": ["-h", "--help"]})

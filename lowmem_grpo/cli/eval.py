@@ -182,13 +182,26 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def tokens_of_run(subject: Candidate) -> int | None:
-    """Return max_completion_length of the run that saved the adapter, and print it; None if unknown."""
-    if subject.adapter is None:
-        return None
+def summary_of(subject: Candidate) -> dict[str, Any]:
+    """Return summary.json of the run that saved the adapter; empty without one."""
     from lowmem_grpo.runs.saved_adapter import read_summary
 
-    config = read_summary(subject.adapter.absolute().parent).get("config")
+    return {} if subject.adapter is None else read_summary(subject.adapter.absolute().parent)
+
+
+def source_of_run(subject: Candidate, recipe: str) -> str | None:
+    """Return the dataset with which the recipe's run was started, and print it; None if unknown."""
+    summary = summary_of(subject)
+    source = summary.get("dataset")
+    if not isinstance(source, str) or summary.get("recipe") != recipe:
+        return None
+    echo(f"problems of {source}, with which the run was started; --dataset names others", err=True)
+    return source
+
+
+def tokens_of_run(subject: Candidate) -> int | None:
+    """Return max_completion_length of the run that saved the adapter, and print it; None if unknown."""
+    config = summary_of(subject).get("config")
     longest = config.get("max_completion_length") if isinstance(config, dict) else None
     if not isinstance(longest, int):
         return None
@@ -215,7 +228,8 @@ def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str,
     exam = find_exam(chosen["recipe"])
     if chosen["dataset"] and not exam.takes_source:
         raise ValueError(OWN_PROBLEMS.format(chosen["recipe"]))
+    source = chosen["dataset"] or (source_of_run(subject, chosen["recipe"]) if exam.takes_source else None)
     size = chosen["limit"] or exam.size
-    rows = rows_of(exam.problems_of(subject.model)(size, chosen["seed"], chosen["dataset"]), size)
+    rows = rows_of(exam.problems_of(subject.model)(size, chosen["seed"], source), size)
     longest = chosen["max_tokens"] or tokens_of_run(subject) or exam.max_tokens_of(subject.model)
     return rows, [exam.right, *functions], longest, exam.play

@@ -15,6 +15,7 @@ from huggingface_hub import constants, errors
 from lowmem_grpo.utils import is_gguf
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+LISTED = 8  # folders in a message
 SECONDS = 4.0  # to wait for the hub, unless HF_HUB_ETAG_TIMEOUT is set
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -194,6 +195,10 @@ def away(kind: str, name: str, why: str) -> str:
     fetch = f"hf download {name}; or give its folder"
     if kind == "dataset":  # without a network, `datasets` cannot read what `hf download` fetched
         fetch = f"datasets.load_dataset({name!r}, split='train').to_json('rows.jsonl'); then give that file"
+    here = Path(name).parent
+    if kind == "model" and str(here) != "." and here.is_dir():  # the name of a local folder, misspelled
+        held = ", ".join(sorted(each.name for each in here.iterdir() if each.is_dir())[:LISTED]) or "no folders"
+        return f"no model {name!r}: there is no such folder ({here} has {held}), and on the hub, {why}"
     return f"no {kind} {name!r}: it is not in the cache, and {why}. Where there is a network: {fetch}"
 
 

@@ -44,6 +44,8 @@ def resolve(model_name: str) -> str:
     is returned unchanged. OSError for a path without a model."""
     if model_name in EMBEDDED:
         return str(files("lowmem_grpo") / "assets" / model_name)
+    if not str(model_name).strip():
+        raise OSError("the name of the model is empty; give a name on the hub, a folder, or leave the option out")
     if is_gguf(model_name):
         return resolve_gguf(model_name)
     looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1

@@ -9,6 +9,7 @@ On a CPU the recipe uses the embedded tiny model, which cannot learn this task: 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -96,4 +97,6 @@ EXAM = Exam(held_out, correctness_reward_func, max_tokens=640, takes_source=True
 def run(options: Gsm8kOptions) -> None:
     setup = prepare(options, DEFAULTS, PRESETS)
     note = f"gsm8k: {setup.model}, {setup.weights} weights, context {setup.max_seq_length}"
-    teach(setup, Lesson("gsm8k", make_dataset(options.dataset), REWARDS, note=note))
+    source = Path(options.dataset)
+    facts = {"dataset": str(source.absolute()) if source.is_file() else options.dataset}  # for `eval`
+    teach(setup, Lesson("gsm8k", make_dataset(options.dataset), REWARDS, note=note, facts=facts))

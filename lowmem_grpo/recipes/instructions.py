@@ -1,9 +1,9 @@
 """Recipe `instructions`: follow instructions that a program can check, such as "use no commas". Generated prompts.
 
     lowmem-grpo run instructions                                # model and settings fit the card, or gpu=24
-    lowmem-grpo run instructions instructions=1                 # easier: one instruction in each prompt
+    lowmem-grpo run instructions instructions=5                 # harder: up to five instructions in a prompt
 
-On a CPU the recipe trains SmolLM2-135M-Instruct, which learns in a quarter of an hour on two cores.
+On a CPU the recipe trains SmolLM2-135M-Instruct with one instruction in each prompt.
 """
 
 import random
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from datasets import Dataset
 
 from lowmem_grpo.recipes.eval_task import Exam
@@ -23,8 +24,9 @@ from lowmem_grpo.rewards import follows_instructions
 DEFAULTS = USUAL | {"output_dir": "runs/instructions", "max_steps": 200, "max_completion_length": 384}
 PRESETS: Presets = {
     "cpu": Preset("HuggingFaceTB/SmolLM2-135M-Instruct", 384, 16, 32, {
-        "max_steps": 40, "learning_rate": 4e-4, "max_completion_length": 64, "num_generations": 8,
-        "per_device_train_batch_size": 32, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0, "save_steps": 20,
+        "max_steps": 40, "learning_rate": 8e-4, "max_completion_length": 64, "scale_rewards": "group",
+        "num_generations": 8, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0,
+        "save_steps": 20,
     }, load_in_4bit=False),
 } | on_cards(768)
 TOPICS = ("the sea", "a small village", "winter", "an old bicycle", "bread", "the moon", "a train journey", "bees",
@@ -89,12 +91,17 @@ class Prompt:
 
 @dataclass
 class InstructionOptions(ProblemOptions):
-    instructions: int = 2
-    """The most instructions in a prompt; each prompt has 1 to this many."""
+    instructions: int | None = None
+    """The most instructions in a prompt; each prompt has 1 to this many. None: 3, or 1 on a CPU."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.instructions <= len(GROUPS):
+        if self.instructions is not None and not 1 <= self.instructions <= len(GROUPS):
             raise ValueError(f"instructions is {self.instructions}; it must be 1 to {len(GROUPS)}")
+
+    @property
+    def most(self) -> int:
+        """The most instructions in a prompt on this machine."""
+        return (3 if torch.cuda.is_available() else 1) if self.instructions is None else self.instructions
 
 
 OPTIONS = InstructionOptions
@@ -108,7 +115,7 @@ def draw_prompt(rng: random.Random, most: int) -> Prompt:
                   tuple(arguments for _, arguments in drawn))
 
 
-def make_dataset(split: str, size: int, seed: int = 0, most: int = 2) -> Dataset:
+def make_dataset(split: str, size: int, seed: int = 0, most: int = 1) -> Dataset:
     """Return `size` different prompts of a split ("train" or "test") with IFEval's columns, which hold lists."""
     prompts = take(distinct(split, seed, lambda rng: draw_prompt(rng, most), lambda prompt: prompt.question), size)
     return Dataset.from_list([
@@ -120,13 +127,13 @@ def make_dataset(split: str, size: int, seed: int = 0, most: int = 2) -> Dataset
 
 NAMES = ("keywords", "num_words", "relation", "num_bullets", "end_phrase", "postscript_marker")
 FOLLOWS = follows_instructions(sentence=True)
-EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), FOLLOWS.reward(), max_tokens=384,
-            tiny_max_tokens=64)
+EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed, InstructionOptions().most), FOLLOWS.reward(),
+            max_tokens=384, tiny_max_tokens=64)
 
 
 def run(options: InstructionOptions) -> None:
     setup = prepare(options, DEFAULTS, PRESETS)
-    seed, most = setup.config.seed, options.instructions
+    seed, most = setup.config.seed, options.most
     teach(setup, Lesson("instructions", make_dataset("train", options.train_size, seed, most),
                         [FOLLOWS.reward(), FOLLOWS.share(0.5)],
                         make_dataset("test", options.eval_problems, seed, most), FOLLOWS.reward(),

@@ -76,7 +76,10 @@ class Setup:
     @property
     def weights(self) -> str:
         """The form of the base model's weights, in words."""
-        return weights(self.load_in_4bit, self.load_in_fp8)
+        import torch
+
+        plain = self.load_in_4bit or self.load_in_fp8 or torch.cuda.is_available()
+        return weights(self.load_in_4bit, self.load_in_fp8) if plain else "32-bit"
 
     @property
     def is_tiny(self) -> bool:

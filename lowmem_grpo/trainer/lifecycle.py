@@ -104,7 +104,7 @@ class FirstSteps:
         self.seen += 1
         self.step_times.mark(state.global_step)
         if self.seen == 1 and groups and self.rewards and args.preflight:
-            warn(logger, "first step", about_rewards(groups, self.rewards))
+            warn(logger, f"step {state.global_step}", about_rewards(groups, self.rewards))
         if self.seen == 2:
             left = self.step_times.left(state.max_steps) or 0.0
             self.records.summary({"expected_seconds": state.elapsed + left})

@@ -108,3 +108,22 @@ def test_an_error_inside_a_library_keeps_its_traceback(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(FastLanguageModel, "from_pretrained", broken)
     assert isinstance(invoke("generate", "hi").exception, json.JSONDecodeError)
+
+
+@pytest.mark.parametrize(("word", "near"), [("trian", "run"), ("train", "run"), ("evl", "eval"), ("merge", "export"),
+                                            ("genrate", "generate"), ("xyz", None)])
+def test_an_unknown_command_is_refused_without_the_one_that_was_meant(word: str, near: str | None) -> None:
+    result = invoke(word, "arithmetic")
+    assert result.exit_code == 2 and f"No such command '{word}'" in result.output
+    assert (f"Did you mean '{near}'?" if near else "lowmem-grpo --help lists the commands") in result.output
+
+
+def test_a_model_without_a_name_or_a_misspelled_folder_is_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    result = invoke("eval", "runs/nope", "--recipe", "gsm8k")
+    assert result.exit_code == 1 and "there is no such folder (runs has mine)" in result.output
+    result = invoke("run", "arithmetic", "model=")
+    assert result.exit_code == 1 and "the name of the model is empty" in result.output

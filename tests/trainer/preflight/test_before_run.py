@@ -68,7 +68,7 @@ def test_preflight_can_be_turned_off(
     trainer = make(tmp_path, [*ROWS, {"prompt": ""}], nothing_right, preflight=False)
     assert trainer.train().finished
     assert [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()] == ["step"] * 2
-    assert [record for record in caplog.records if record.getMessage().startswith(("preflight", "first step"))] == []
+    assert [record for record in caplog.records if record.getMessage().startswith(("preflight", "step 1:"))] == []
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["expected_seconds"] > 0
 
 
