@@ -200,7 +200,7 @@ class TokenField:
 
     @property
     def source(self) -> tuple[Any, Any]:
-        """What the fields of one pass share."""
+        """The context and the prompts that the fields of one pass share."""
         return self.under, self.behind
 
     def of(self, rollout: Rollout) -> Any:

@@ -68,8 +68,8 @@ class StepTotals:
 
 @dataclass
 class PolicyOutputs:
-    """What the policy computes for a micro-batch's N trained tokens. The head runs when the first of log-probabilities,
-    entropy and hits is asked for, once for all three, and never if none is."""
+    """Computes what a loss asks for, at a micro-batch's N trained tokens. The head runs when the first of
+    log-probabilities, entropy and hits is asked for, once for all three, and never if none is."""
 
     hidden: Tensor  # (N, D) the last hidden states, in the head's dtype
     targets: Tensor  # (N,) int64

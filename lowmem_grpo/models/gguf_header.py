@@ -16,7 +16,7 @@ PACKAGE = "the package gguf, which reads GGUF files, is not installed; pip insta
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor is stored, and how."""
+    """Says where a tensor is stored, and how."""
 
     shape: tuple[int, ...]  # as in torch
     number: int  # of its type

@@ -16,7 +16,7 @@ from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages, 
 from lowmem_grpo.losses.credit import assign_credit
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
-from lowmem_grpo.rewards.ready.formats import pay_repetition
+from lowmem_grpo.rewards.texts import repeated_share
 from lowmem_grpo.runs.state import Clock, TrainerState
 from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
@@ -178,7 +178,7 @@ def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, f
                "completions/min_terminated_length": min(terminated),
                "completions/max_terminated_length": max(terminated),
                "completions/clipped_ratio": fmean(r.finish_reason == "length" for r in rollouts),
-               "completions/repetition": fmean(pay_repetition(r.sampled_ids, REPEATED, 1.0) for r in rollouts),
+               "completions/repetition": fmean(repeated_share(r.sampled_ids, REPEATED) for r in rollouts),
                "frac_reward_zero_std": fmean(len(each) < 2 for each in rewards), "groups/total": len(groups),
                "groups/with_signal": with_signal, "groups/signal_share": with_signal / len(groups)}
     for name in names:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowmem_grpo.rewards.reward import Reward, TextReward, TextVerifier, TokenReward, VerifiedReward
+from lowmem_grpo.rewards.texts import repeated_share
 from lowmem_grpo.utils import at_least, number, one_of, require
 
 THOUGHT = ("<think>", "</think>")
@@ -130,8 +131,4 @@ def repetition_penalty(ngram: int = 4, worst: float = -1.0) -> TokenReward:
 
 
 def pay_repetition(ids: list[int], ngram: int, worst: float) -> float:
-    count = len(ids) - ngram + 1
-    if count < 1:
-        return 0.0
-    different = len(set(zip(*(ids[start : start + count] for start in range(ngram)), strict=True)))
-    return worst * (1 - different / count) if different < count else 0.0
+    return worst * share if (share := repeated_share(ids, ngram)) else 0.0
