@@ -118,7 +118,8 @@ class Pretrained:
         """Load the tokenizer; its `apply_chat_template` works for code of transformers 4 and 5 (see chat_ids.py)."""
         if is_gguf(self.path):
             with TemporaryDirectory() as empty:  # beside the file, transformers would find the tokenizer of another
-                made = AutoTokenizer.from_pretrained(empty, gguf_file=str(Path(self.path).absolute()))
+                made = AutoTokenizer.from_pretrained(empty, gguf_file=str(Path(self.path).absolute()),
+                                                     trust_remote_code=False)
             made.name_or_path = self.name
             return with_ids(made)
         return with_ids(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options))

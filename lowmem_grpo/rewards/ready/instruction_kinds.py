@@ -12,16 +12,24 @@ RELATIONS: dict[str, Callable[[int, float], bool]] = {
     "around": lambda count, wanted: abs(count - wanted) <= max(round(wanted / 10), 1),  # as in RLVR-IFeval
 }
 SHORTENED = frozenset(("mr", "mrs", "ms", "dr", "prof", "st", "jr", "sr", "vs", "etc", "inc", "ltd", "e.g", "i.e"))
-END = re.compile(r"""([\w.]*?)([.!?]+)["')\]\u2019\u201d]*\s+(?=(\S))""")  # last word, mark, what follows
+MARK = re.compile(r"""(?<![.!?])[.!?]++(?=["')\]\u2019\u201d]*+\s++(\S))""")  # the end of a sentence, and what follows
+LAST_WORD = re.compile(r"[\w.]*\Z")
 OPINIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 def sentences(text: str) -> int:
     """Count sentences, which end in . ! or ? before white space. No sentence ends after an initial or one of SHORTENED,
     or at dots before a lower-case letter."""
-    goes_on = [word.lower() in SHORTENED or (len(word) == 1 and word.isalpha()) if mark == "." else
-               set(mark) == {"."} and after.islower() for word, mark, after in END.findall(text.rstrip(" \n\"'"))]
-    return goes_on.count(False) + 1
+    marks = MARK.finditer(text := text.rstrip(" \n\"'"))
+    return 1 + sum(ends_sentence(text, mark) for mark in marks)
+
+
+def ends_sentence(text: str, mark: re.Match[str]) -> bool:
+    if mark[0] != ".":
+        return set(mark[0]) != {"."} or not mark[1].islower()
+    before = LAST_WORD.search(text[max(0, mark.start() - 10) : mark.start()])
+    word = before[0].lower() if before else ""
+    return word not in SHORTENED and not (len(word) == 1 and word.isalpha())
 
 
 def has_sentence(text: str) -> bool:
@@ -89,11 +97,23 @@ def quoted(text: str) -> bool:
 
 
 def number(pattern: str, text: str) -> int:
-    return len(re.findall(pattern, text, re.MULTILINE))
+    return len(re.findall(pattern, text))
 
 
-def is_title(text: str) -> bool:
-    return any(title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", text))
+def placeholders(text: str) -> int:
+    """Count the parts in [brackets] within a line."""
+    return sum(part.endswith("]") for part in re.findall(r"\[[^\]\n]*+\]?", text))
+
+
+def bullets(text: str) -> int:
+    """Count the lines that begin with - or with one asterisk."""
+    lines = [line.lstrip() for line in text.split("\n")]
+    return sum(line.startswith("-") or (len(line) > 1 and line[0] == "*" != line[1]) for line in lines)
+
+
+def has_title(text: str) -> bool:
+    """Return whether a line has <<a title>>."""
+    return any(line[line.find("<<") : line.rfind(">>")].strip("<> ") for line in text.split("\n") if "<<" in line)
 
 
 def texts(value: Any) -> list[str]:
@@ -114,16 +134,15 @@ KINDS: dict[str, Callable[..., bool]] = {  # (text, arguments) -> whether the te
     "length_constraints:number_words": lambda t, num_words, relation="at least":
         RELATIONS[relation](number(r"\w+", t), num_words),
     "length_constraints:nth_paragraph_first_word": begins_paragraph,
-    "detectable_content:number_placeholders": lambda t, num_placeholders: number(r"\[.*?\]", t) >= num_placeholders,
+    "detectable_content:number_placeholders": lambda t, num_placeholders: placeholders(t) >= num_placeholders,
     "detectable_content:postscript": postscript,
-    "detectable_format:number_bullet_lists": lambda t, num_bullets:
-        number(r"^\s*\*[^*].*$", t) + number(r"^\s*-.*$", t) == num_bullets,
+    "detectable_format:number_bullet_lists": lambda t, num_bullets: bullets(t) == num_bullets,
     "detectable_format:constrained_response": lambda t, options=OPINIONS: any(each in t for each in texts(options)),
     "detectable_format:number_highlighted_sections": lambda t, num_highlights: highlights(t) >= num_highlights,
     "detectable_format:multiple_sections": lambda t, section_spliter, num_sections:
         number(rf"{re.escape(section_spliter)}\s?\d+", t) >= num_sections,
     "detectable_format:json_format": is_json,
-    "detectable_format:title": is_title,
+    "detectable_format:title": has_title,
     "combination:two_responses": two_responses,
     "combination:repeat_prompt": lambda t, prompt_to_repeat:
         t.strip().lower().startswith(prompt_to_repeat.strip().lower()),

@@ -8,9 +8,26 @@ from typing import Any
 import pytest
 
 from lowmem_grpo import rewards
+from lowmem_grpo.rewards.ready.instruction_kinds import KINDS
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-ROW = {"answer": "10", "keyword": "step", "ideal": "Yes.", "recipient": "Bo"}
+ARGUMENTS = {  # of each kind of instruction
+    "keywords:existence": {"keywords": ["step"]}, "keywords:frequency": {"keyword": "a", "frequency": 1},
+    "keywords:forbidden_words": {"forbidden_words": ["no"]}, "startend:end_checker": {"end_phrase": "x"},
+    "keywords:letter_frequency": {"letter": "a", "let_frequency": 1}, "language:response_language": {"language": "en"},
+    "length_constraints:number_sentences": {"num_sentences": 1},
+    "length_constraints:number_paragraphs": {"num_paragraphs": 1}, "length_constraints:number_words": {"num_words": 1},
+    "length_constraints:nth_paragraph_first_word": {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "a"},
+    "detectable_content:number_placeholders": {"num_placeholders": 1},
+    "detectable_content:postscript": {"postscript_marker": "P.S."},
+    "detectable_format:number_bullet_lists": {"num_bullets": 1},
+    "detectable_format:number_highlighted_sections": {"num_highlights": 1},
+    "detectable_format:multiple_sections": {"section_spliter": "S", "num_sections": 1},
+    "combination:repeat_prompt": {"prompt_to_repeat": "a"},
+    "change_case:capital_word_frequency": {"capital_frequency": 1},
+}
+ROW = {"answer": "10", "keyword": "step", "ideal": "Yes.", "recipient": "Bo", "instruction_id_list": [*KINDS],
+       "kwargs": [ARGUMENTS.get(kind, {}) for kind in KINDS]}
 
 
 def all_rewards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
