@@ -26,8 +26,9 @@ MAX_MATRICES = 3  # adjacent matrices in a weight
 WARPS, LEAST_STEPS = 1024, 6  # targets of `narrow_launch`: warps in all, steps of a warp (64 weights each)
 WIDE = 8192  # with this many outputs there are enough blocks to make each larger
 # Rows up to which the kernels are faster than dequantizing the weight first, by form and by the least compute
-# capability. Below 80 these are estimates, from data sheets (memory/cards.py) and from the instructions of the
-# compiled loops (memory/layer_forms.py), in picoseconds per weight and 8 rows:
+# capability; a further kind of weights adds its entry. Below 80 these are estimates, from data sheets
+# (memory/cards.py) and from the instructions of the compiled loops (memory/layer_forms.py), in picoseconds per weight
+# and 8 rows:
 #
 #     T4, sm_75    NF4: kernel 2.6, dequantize and multiply 15.7: 5 blocks.    FP8: 4.2 and 17.4: 4 blocks
 #     V100, sm_70  NF4: 1.4 and 5.6: 4 blocks.                                 FP8: 1.9 and 6.2: 3 blocks
