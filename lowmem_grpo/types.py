@@ -8,7 +8,7 @@ target only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, is_dataclass, replace
 from logging import Logger
@@ -282,6 +282,15 @@ class LossOutput:
     counts: dict[str, float] = field(default_factory=dict)  # by mean: the number of tokens or sequences
     samples: dict[str, Tensor] = field(default_factory=dict)  # (N,) values for percentiles over the step
     policy_loss: Tensor | None = None  # the loss without its entropy bonus
+
+
+def repeated_share(ids: Sequence[int], ngram: int) -> float:
+    """Return the share of n-grams of tokens that repeat an earlier one; 0 for fewer than `ngram` tokens."""
+    count = len(ids) - ngram + 1
+    if count < 1:
+        return 0.0
+    different = len(set(zip(*(ids[start : start + count] for start in range(ngram)), strict=True)))
+    return 1 - different / count
 
 
 def owned(value: Any) -> Any:

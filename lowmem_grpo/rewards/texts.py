@@ -1,6 +1,5 @@
 """The text of completions, which are strings or chats, and the labels in a dataset's cells."""
 
-from collections.abc import Sequence
 from typing import Any
 
 
@@ -20,15 +19,6 @@ def completion_text(completion: Any) -> str:
         if isinstance(content, str):
             return content
     raise TypeError(f"a completion is a string or a list of chat messages with text content, not {completion!r:.100}")
-
-
-def repeated_share(ids: Sequence[int], ngram: int) -> float:
-    """Return the share of n-grams of tokens that repeat an earlier one; 0 for fewer than `ngram` tokens."""
-    count = len(ids) - ngram + 1
-    if count < 1:
-        return 0.0
-    different = len(set(zip(*(ids[start : start + count] for start in range(ngram)), strict=True)))
-    return 1 - different / count
 
 
 def values_of(cell: Any) -> list[Any]:

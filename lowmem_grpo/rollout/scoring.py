@@ -16,10 +16,9 @@ from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages, 
 from lowmem_grpo.losses.credit import assign_credit
 from lowmem_grpo.rewards.calling.reward_batch import RewardBatch
 from lowmem_grpo.rewards.calling.scorer import RewardScorer, Scores
-from lowmem_grpo.rewards.texts import repeated_share
 from lowmem_grpo.runs.state import Clock, TrainerState
 from lowmem_grpo.runs.trajectory import ENDINGS
-from lowmem_grpo.types import Rollout, RolloutGroup, Turn
+from lowmem_grpo.types import Rollout, RolloutGroup, Turn, repeated_share
 
 logger = logging.getLogger(__name__)
 REPEATED = 4  # tokens of an n-gram that counts as repeated

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowmem_grpo.rewards.reward import Reward, TextReward, TextVerifier, TokenReward, VerifiedReward
-from lowmem_grpo.rewards.texts import repeated_share
+from lowmem_grpo.types import repeated_share
 from lowmem_grpo.utils import at_least, number, one_of, require
 
 THOUGHT = ("<think>", "</think>")
