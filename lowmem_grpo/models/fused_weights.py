@@ -94,6 +94,7 @@ def joined_fp8(weights: Sequence[FP8Weight]) -> FP8Weight | None:
 
 
 def joined_nf4(weights: Sequence[NF4Weight]) -> NF4Weight | None:
+    """Return one weight of all rows, a view of the parts; None if they are not adjacent in memory."""
     first, columns = weights[0], weights[0].shape[1]
     parts: dict[str, Any] = {"packed": joined([weight.packed for weight in weights]),
                              "absmax": joined([weight.absmax for weight in weights])}

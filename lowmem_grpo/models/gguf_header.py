@@ -53,6 +53,8 @@ def gguf_header(path: str | Path) -> GGUFHeader:
 
 @lru_cache(4)
 def read_header(path: Path, size: int, changed: int) -> GGUFHeader:
+    """Read a file's header; `size` in bytes and `changed` in nanoseconds tell the cache that a file is another one.
+    ValueError for a file that is damaged or no GGUF file."""
     try:
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
             cursor = Cursor(mapped)

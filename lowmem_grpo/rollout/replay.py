@@ -123,6 +123,7 @@ def pack_group(group: RolloutGroup) -> dict[str, Any]:
 
 
 def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
+    """Return a group from the JSON values of `pack_group` and its row; values that older checkpoints lack are empty."""
     prompt, rollouts = unpack(INTEGERS, packed["prompt"]), []
     for saved in packed["rollouts"]:
         plain = {name: saved[name] for name in PLAIN if name in saved}  # older checkpoints have fewer
@@ -163,6 +164,7 @@ def pack_episode(rollout: Rollout, prompt_ids: list[int]) -> dict[str, Any]:
 
 
 def unpack_episode(rollout: Rollout, prompt_ids: list[int], saved: dict[str, Any]) -> None:
+    """Set the episode fields of a rollout from the JSON values of `pack_episode`; none for a single completion."""
     if "turns" not in saved:
         return
     trained = saved["trained"]

@@ -47,11 +47,11 @@ def paragraphs(text: str) -> int:
 
 def begins_paragraph(text: str, num_paragraphs: float, nth_paragraph: float, first_word: str) -> bool:
     """Return whether there are `num_paragraphs`, with blank lines between them, and one begins with `first_word`."""
-    parts, nth = text.split("\n\n"), int(nth_paragraph)
+    parts, nth, wanted = text.split("\n\n"), int(nth_paragraph), str(first_word).lower()
     if sum(bool(part.strip()) for part in parts) != num_paragraphs or not 1 <= nth <= len(parts):
         return False
     first = (parts[nth - 1].split() or [""])[0].lstrip("\"'")
-    return re.split(r"[.,?!'\"]", first)[0].lower() == first_word.lower()
+    return re.split(r"[.,?!'\"]", first)[0].lower() == wanted
 
 
 def postscript(text: str, postscript_marker: str) -> bool:

@@ -146,7 +146,7 @@ class InstructionVerifier(Verifier):
         """Return which instructions a text follows; None if the row has none, or one that cannot be checked."""
         try:
             wanted = instructions_of(*cells)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         silent = self.sentence and not has_sentence(text)
         return [not silent and follows(text, each, self.loose) for each in wanted] or None
@@ -175,7 +175,7 @@ class OfInstructions(Reward):
     def fault_of_row(self, row: dict[str, Any]) -> str | None:
         try:
             instructions_of(*(row.get(name) for name in self.columns))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return f"the row's instructions in {self.columns[0]} cannot be checked: {error}"
         return None
 

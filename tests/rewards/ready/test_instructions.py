@@ -68,7 +68,9 @@ def test_two_columns_of_ifeval_are_read_as_a_trainer_passes_them() -> None:
     {"func_name": "validate_haiku", "N": 3}, [{"instruction_id": ["ratio:overlap"], "kwargs": [{}]}],
     {"func_name": "validate_word_constraint", "N": 4, "quantifier": "about"},
     {"func_name": "validate_word_constraint", "quantifier": "at most"}, {"func_name": "validate_end", "end_phrase": 3},
-    "[{", {"instruction_id": ["punctuation:no_comma"] * 2, "kwargs": [{}]}, '[{"a": 1}]', [[1]], "no list", 7,
+    "[{", pytest.param('{"instruction_id": ' * 900 + "{}" + "}" * 900, id="deep"),
+    pytest.param('{"instruction_id": ' * 3000, id="open"),
+    {"instruction_id": ["punctuation:no_comma"] * 2, "kwargs": [{}]}, '[{"a": 1}]', [[1]], "no list", 7,
 ])
 def test_an_unknown_instruction_gets_a_verdict_or_raises(cell: Any, caplog: pytest.LogCaptureFixture) -> None:
     pay = rewards.follows_instructions("ground_truth").reward()
@@ -99,3 +101,9 @@ def test_the_rewards_of_rlvr_count_exactly() -> None:
     for text, right in (("sea sea", True), ("sea sea sea", False), ("sea", False)):
         assert judge.verify(text, w={"func_name": "verify_keyword_frequency", "word": "sea", "N": 2}) is right
         assert judge.verify(text, w={"func_name": "verify_letter_frequency", "letter": "s", "N": 2}) is right
+
+
+def test_a_first_word_that_is_a_number_ends_the_run() -> None:
+    judge = rewards.follows_instructions("w")
+    wanted = {"func_name": "validate_paragraphs", "N": 2, "i": 2, "first_word": 3}
+    assert judge.verify("One.\n\n3 apples.", w=wanted) is True and judge.verify("One.\n\nTwo.", w=wanted) is False
