@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowmem_grpo.config.beside_lora import settings_beside
 from lowmem_grpo.config.launcher import own_device
 from lowmem_grpo.config.loading import (
     FROM_PRETRAINED,
@@ -206,6 +207,7 @@ class FastLanguageModel:
         if has_this_lora(model, asked):  # a notebook cell that was run twice
             return model
         check_bare(model)
+        target_modules, beside = settings_beside(target_modules, options)
         scope = Scope(finetune_language_layers, finetune_attention_modules, finetune_mlp_modules, layers_to_transform,
                       finetune_last_n_layers)
         if max_seq_length not in (None, UNSLOTHS_LENGTH, model.loaded.max_seq_length):
@@ -221,7 +223,7 @@ class FastLanguageModel:
             task_type="CAUSAL_LM",
             target_modules=lora_targets(model.inner, target_modules, scope, exclude_modules),
             exclude_modules=exclude_modules, layers_to_transform=layers_to_transform, layers_pattern=layers_pattern,
-            rank_pattern=rank_pattern, alpha_pattern=alpha_pattern, init_lora_weights=start,
+            rank_pattern=rank_pattern, alpha_pattern=alpha_pattern, init_lora_weights=start, **beside,
         )
         check_plain(config)
         made = with_lora(model, config, use_gradient_checkpointing, random_state, mlp_tile)

@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any, ClassVar
 
 from lowmem_grpo import utils
+from lowmem_grpo.config.beside_lora import BESIDE
 from lowmem_grpo.config.unsupported import Table, any_value, off, only
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES, in_8_bits
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, FP8_BLOCK, NF4
@@ -48,10 +49,8 @@ FROM_PRETRAINED: Table = BOTH | {
     **any_value("fullgraph", "unsloth_force_compile"),  # nothing is compiled
     **any_value("supports_sdpa", "attn_implementation"),  # one attention for packed sequences serves all models
 }
-GET_PEFT_MODEL: Table = BOTH | {
-    **off("Only LoRA weights are trained; name modules in target_modules instead.", "modules_to_save"),
+GET_PEFT_MODEL: Table = BOTH | BESIDE | {
     **off("Leave it out; LoRA starts at zero.", "loftq_config"),
-    **off("Embeddings stay frozen; train LoRA on linear layers.", "trainable_token_indices"),
     **off("use_gradient_checkpointing chooses the layers: it is \"auto\", \"offload\", True or False.",
           "checkpoint_skip_layers"),
     **off("Only plain LoRA is trained; use_rslora=True scales it by the root of the rank.", "use_dora"),
@@ -62,7 +61,7 @@ GET_PEFT_MODEL: Table = BOTH | {
     **off("The adapter is trained; leave it out.", "inference_mode"),
     **only("Only causal language models are trained; leave it out.", task_type=(None, "CAUSAL_LM")),
     **any_value("finetune_vision_layers", "finetune_audio_layers"),  # only the text layers are trained
-    **any_value("temporary_location", "ensure_weight_tying"),  # no temporary files; embedding and head stay frozen
+    **any_value("temporary_location"),  # there are no temporary files
     **any_value("fan_in_fan_out", "megatron_config", "megatron_core"),  # they only concern layers other than nn.Linear
 }
 

@@ -264,6 +264,11 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         return fixed.allowed(name)[0]
 
     @property
+    def group_settings(self) -> dict[str, dict[str, float]]:
+        """Settings of the optimizer, such as `lr`, for modules that are trained beside LoRA, by their names."""
+        return {}
+
+    @property
     def batch_size(self) -> int:
         """Rows or completions that the settings ask for in one optimizer step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps

@@ -1,7 +1,7 @@
 """The kinds of frozen weights. Each is a class, registered under its name in `KINDS`; whoever multiplies, stores or
 plans asks the weight, not for its kind.
 
-A new kind is a subclass of `FrozenWeight` with `tensors` and `fill`. All products then dequantize it band by band, in
+A new kind is a subclass of `FrozenWeight` with `fill`. All products then dequantize it band by band, in
 one buffer of BAND_BYTES: bands of rows for y = x W^T and of columns for dx = dy W, so that no sum runs over bands.
 Optional are kernels for few rows (`decode_op`) and experts (`grouped`). Plans need its bytes: memory/layer_forms.py.
 """
@@ -42,10 +42,15 @@ class FrozenWeight:
             raise ValueError(f"the kind {kind!r} of frozen weights is registered already, as {KINDS[kind].__name__}")
         KINDS[kind], cls.kind = cls, kind
 
+    def __init__(self, *tensors: Tensor) -> None:
+        """Hold tensors, of which the first has the weight's shape and the last the dtype of its values."""
+        self.held, self.dtype, self.out_features = tensors, tensors[-1].dtype, tuple(tensors[0].shape[:1])
+        self.shape = tensors[0].shape  # type: ignore[assignment]
+
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that the operations take."""
-        raise NotImplementedError
+        return [*self.held]
 
     @property
     def sizes(self) -> list[int]:
@@ -57,7 +62,7 @@ class FrozenWeight:
         cls, tensors: Sequence[Tensor], sizes: Sequence[int], features: Sequence[int], dtype: torch.dtype
     ) -> "FrozenWeight":
         """Return the weight from its `tensors` and `sizes`; `features` holds the rows of each matrix."""
-        return cls(*tensors, *sizes)
+        return cls(*tensors, *sizes)  # type: ignore[arg-type]  # a kind with sizes takes them
 
     @property
     def device(self) -> torch.device:
@@ -146,12 +151,8 @@ class PlainWeight(FrozenWeight, kind="plain"):
     quantized = False
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.dtype, self.out_features = tensor, tensor.dtype, tuple(tensor.shape[:1])
-        self.shape = tensor.shape  # type: ignore[assignment]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.tensor]
+        super().__init__(tensor)
+        self.tensor = tensor
 
     def filled(self, out: Tensor) -> Tensor:
         return self.tensor if self.dtype == out.dtype else out.copy_(self.tensor)

@@ -12,6 +12,7 @@ from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers import PreTrainedModel
 
+from lowmem_grpo.config.beside_lora import WHOLE, check_targets_of_lora
 from lowmem_grpo.config.loading import GET_PEFT_MODEL
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, GATE_UP, SPLIT, family_of, has_experts
 from lowmem_grpo.runs.adapter_file import beyond_lora, check_patterns, check_values, starts_plainly
@@ -184,10 +185,7 @@ def check_targets(model: PreTrainedModel, targets: list[str] | str, exclude: Tar
     missing = sorted(target for target in targets if target.rpartition(".")[2] not in names)
     if missing:
         raise ValueError(f"target_modules names {missing}, which this model does not have")
-    for frozen in ("lm_head", "embed_tokens"):
-        if frozen in (target.rpartition(".")[2] for target in targets):
-            raise ValueError(f"target_modules names {frozen}; the head and the embedding stay frozen here, leave it "
-                             "out")
+    check_targets_of_lora(targets)
     return list(targets)
 
 
@@ -211,7 +209,7 @@ def check_experts_left(attention: list[str] | str, targets: list[str] | str) -> 
     if targets == "all-linear":
         return attention
     others = [] if isinstance(targets, str) else sorted(name for name in targets if name.rpartition(".")[2] not in {
-        *attention, "lm_head", "embed_tokens"})
+        *attention, *WHOLE})
     if others:
         raise ValueError(NO_EXPERTS.format(", ".join(others), attention))
     return targets

@@ -1,32 +1,44 @@
 """Linear layers with a quantized frozen weight, and the form of a model's weights."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowmem_grpo.kernels.frozen import frozen_linear
-from lowmem_grpo.kernels.frozen_weight import FrozenWeight, kept_weight
+from lowmem_grpo.kernels.frozen_weight import KINDS, FrozenWeight, kept_weight
 from lowmem_grpo.memory.layer_forms import BITS_16, NF4
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer on a quantized weight, which PEFT's LoRA wraps like a plain one; each kind of weight that a loader
-    of ours makes has a subclass. `compute_dtype` is the dtype of matmuls; setting it changes no stored number."""
+    """A linear layer on a quantized weight, which PEFT's LoRA wraps like a plain one. A kind of weight for which
+    a loader makes layers has a subclass. `compute_dtype` is the dtype of matmuls; setting it changes no stored
+    number."""
 
-    kind: ClassVar[str]  # that of the weight
+    kind: str  # that of the weight
     compute_dtype: torch.dtype
     bias: nn.Parameter | None  # type: ignore[assignment]  # torch declares it as never None
+
+    def __init__(self, weight: FrozenWeight) -> None:
+        """Hold a weight's tensors: the first as `weight`, the others as buffers."""
+        nn.Module.__init__(self)  # nn.Linear.__init__ would allocate a 16-bit weight
+        self.kind, self.compute_dtype, (self.out_features, self.in_features) = weight.kind, weight.dtype, weight.shape
+        first, *others = weight.tensors
+        self.weight, self.sizes = nn.Parameter(first, requires_grad=False), weight.sizes
+        for number, tensor in enumerate(others):
+            self.register_buffer(f"part{number}", tensor)
+        self.register_parameter("bias", None)
 
     @property
     def frozen(self) -> FrozenWeight:
         """The weight as the kernels take it; ValueError if its tensors were cast to another dtype."""
-        raise NotImplementedError
+        tensors = [self.weight.detach(), *self.buffers(recurse=False)]
+        return KINDS[self.kind].from_parts(tensors, self.sizes, [self.out_features], self.compute_dtype)
 
     def parts(self) -> tuple[Any, ...]:
         """Return the objects that make up the weight: moving or replacing it replaces one of them."""
-        raise NotImplementedError
+        return self.weight, *self.buffers(recurse=False), self.compute_dtype
 
     @classmethod
     def fuse(cls, layers: Sequence[Any]) -> None:

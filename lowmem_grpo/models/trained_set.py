@@ -1,4 +1,5 @@
-"""`TrainedSet`: what is trained, LoRA factors and modules of which PEFT trains a copy (`modules_to_save`)."""
+"""`TrainedSet`: what is trained, LoRA factors, modules of which PEFT trains a copy (`modules_to_save`), and rows of
+embeddings (`trainable_token_indices`)."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 COPY = re.compile(r"\.modules_to_save\.[^.]+")  # in the names of a copy's parameters, with the adapter's name
-OF_ADAPTER = re.compile(rf"(\.lora_\w+)\.[^.]+|{COPY.pattern}")
+OF_ADAPTER = re.compile(rf"(\.lora_\w+|\.trainable_tokens_(?:delta|original))\.[^.]+|{COPY.pattern}")
+MODULE = re.compile(r"(\w+)\.(modules_to_save|token_adapter)\.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +29,9 @@ class TrainedWeight:
 
     @property
     def group(self) -> str:
-        """The learning-rate group: the name of a module that is trained whole, such as "lm_head"; empty for LoRA."""
-        return self.name.rpartition(".modules_to_save.")[0].rpartition(".")[2]
+        """The learning-rate group: the name of a module such as "lm_head", or of that of trained rows; "" for LoRA."""
+        module = MODULE.search(self.name)
+        return "" if module is None else module[1]
 
     @property
     def without_effect(self) -> Tensor:
@@ -38,15 +41,27 @@ class TrainedWeight:
         return torch.zeros_like(self.parameter) if "lora_B" in self.name else self.parameter.detach()
 
 
+def base_value(model: nn.Module, name: str) -> Tensor | None:
+    """Return the base model's value of a trained parameter; None for LoRA factors."""
+    original = COPY.sub(".original_module", name).replace(".trainable_tokens_delta.", ".trainable_tokens_original.")
+    path, _, last = original.rpartition(".")
+    return None if original == name else getattr(model.get_submodule(path), last).detach()
+
+
+def adapter_values(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
+    """Return {name: parameter} of an adapter, trained or frozen; a tied parameter has several names."""
+    return {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)
+            if (part := OF_ADAPTER.search(name)) and part[0].endswith(f".{adapter}")}
+
+
 class TrainedSet(tuple[TrainedWeight, ...]):
     """The trained parameters of a model, in the model's order."""
 
     @classmethod
     def of(cls, model: nn.Module) -> "TrainedSet":
         """Return the parameters that require gradients now."""
-        names = ((name, COPY.sub(".original_module", name)) for name, p in model.named_parameters() if p.requires_grad)
-        return cls(TrainedWeight(name, model.get_parameter(name), None if original == name else
-                                 model.get_parameter(original).detach()) for name, original in names)
+        return cls(TrainedWeight(name, parameter, base_value(model, name))
+                   for name, parameter in model.named_parameters() if parameter.requires_grad)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -56,10 +71,9 @@ class TrainedSet(tuple[TrainedWeight, ...]):
         """Return {name: parameter}, detached but not copied."""
         return {weight.name: weight.parameter.detach() for weight in self}
 
-    def groups(self, rates: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
-        """Return an optimizer's groups: the first has the optimizer's learning rate, and each of `rates` its own."""
-        own = rates or {}
+    def groups(self, own: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return an optimizer's groups: the first with its usual settings, and one for each group in `own` settings."""
         others = [weight.parameter for weight in self if weight.group not in own]
         return [{"params": others}, *(
-            {"params": [weight.parameter for weight in self if weight.group == name], "lr": rate, "name": name}
-            for name, rate in own.items())]
+            {"params": [weight.parameter for weight in self if weight.group == name], "name": name, **settings}
+            for name, settings in own.items())]

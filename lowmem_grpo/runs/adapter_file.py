@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowmem_grpo import utils
+from lowmem_grpo.config.beside_lora import accepts, faults_beside
 from lowmem_grpo.config.loading import LORA
 from lowmem_grpo.config.unsupported import is_off
 from lowmem_grpo.runs.saved_adapter import ADAPTER_FILE, AdapterError, adapter_settings, check_adapter_folder
@@ -32,7 +33,7 @@ ANY = frozenset((  # settings that may have any value; those without a comment a
     "exclude_modules", "layers_to_transform", "layers_pattern", "lora_bias", "peft_type", "base_model_name_or_path",
     "task_type", "inference_mode", "auto_mapping", "peft_version", "revision", "runtime_config",  # metadata
     "eva_config", "loftq_config", "corda_config", "lora_ga_config",  # only used at initialization
-    "fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying",  # no effect on LoRA on linear layers
+    "fan_in_fan_out", "megatron_core", "qalora_group_size",  # no effect on LoRA on linear layers
 ))
 OF_FILES = LORA | {  # rules for the settings in a file: PEFT also saves what is not trained here
     "lora_alpha": utils.number("from -1e9 to 1e9", lambda value: abs(value) <= 1e9), "lora_dropout": utils.SHARE,
@@ -65,11 +66,9 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     except (ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {error}; use an older checkpoint") from error
     check_patterns(config, layers_of(tensors), f"the adapter in {folder}")
+    for fault in faults_beside(config, sorted(tensors)):
+        raise AdapterError(f"the adapter in {folder} {fault}: {MERGE}")
     for name, tensor in sorted(tensors.items()):
-        layer, _, part = name.partition(".lora_")
-        if f"lora_{part}" not in (*SIDES.values(), "lora_B.bias") or layer.endswith(("lm_head", "embed_tokens")):
-            raise AdapterError(f"the adapter in {folder} holds {name}, and only LoRA on linear layers below the head "
-                               f"is loaded here: {MERGE}")
         if tensor.dtype not in DTYPES:
             raise AdapterError(f"the adapter in {folder} holds {name} as {str(tensor.dtype).removeprefix('torch.')}; "
                                "allowed are float32, bfloat16 and float16: save it again without quantizing it")
@@ -155,7 +154,8 @@ def beyond_lora(settings: Mapping[str, Any]) -> str | None:
     """Return the first setting that asks for more than LoRA on linear layers; None if there is none."""
     usual = LoraConfig()
     return next((name for name, value in settings.items() if not (
-        name in ANY or name == "init_lora_weights" or is_off(value) or value == getattr(usual, name, None))), None)
+        name in ANY or accepts(name, value) or name == "init_lora_weights" or is_off(value)
+        or value == getattr(usual, name, None))), None)
 
 
 def of_pattern(pattern: dict[str, Any] | None, layer: str, usual: Any) -> Any:
@@ -174,11 +174,12 @@ def scaling_of(config: LoraConfig, layer: str) -> float:
 
 
 def layers_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Group tensors by layer, then by the rest of the name, such as `lora_A.weight`."""
+    """Group LoRA's tensors by layer, then by the rest of the name, such as `lora_A.weight`."""
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        layer, _, part = name.partition(".lora_")
-        layers.setdefault(layer, {})[f"lora_{part}"] = tensor
+        layer, lora, part = name.partition(".lora_")
+        if lora:
+            layers.setdefault(layer, {})[f"lora_{part}"] = tensor
     return layers
 
 

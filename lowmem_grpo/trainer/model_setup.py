@@ -12,6 +12,7 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEF
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lowmem_grpo.config.beside_lora import check_trained
 from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
@@ -24,11 +25,11 @@ from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.lora_targets import Scope, check_plain, check_targets, lora_targets
 from lowmem_grpo.models.pretrained import Pretrained, is_quantized, keep_layout
 from lowmem_grpo.models.stored_model import find
+from lowmem_grpo.models.trained_set import adapter_values
 from lowmem_grpo.runs.adapter_file import PREFIX, rank_of, scaling_of
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 
 logger = logging.getLogger(__name__)
-Factors = dict[str, tuple[nn.Parameter, nn.Parameter]]  # A and B of each layer, by its path in the base
 CONTEXT = 2048  # tokens, unless the model has fewer or the run needs more
 ADVICE = ("load it with FastLanguageModel.from_pretrained and put LoRA on it with FastLanguageModel.get_peft_model, or "
           "pass peft_config=peft.LoraConfig(r=16, lora_alpha=16)")
@@ -61,8 +62,8 @@ class Brought:
                 raise ValueError(f"{name} is given, and the model is loaded already; give it where the model is loaded")
         own = self.model if isinstance(self.model, FastPeftModel) else self.of_earlier_trainer()
         if own is not None:
-            _, factors = plain_lora(own)
-            put_factors(own.get_base_model(), factors)
+            _, values = plain_lora(own)
+            put_values(own, values)
             own.enable_adapter_layers()
             return own
         return self.moved(self.model) if has_lora else self.with_new_lora(self.loaded())
@@ -98,14 +99,14 @@ class Brought:
 
     def moved(self, model: PeftModel) -> FastPeftModel:
         """Return a model of our own around the base of a PEFT model, with its LoRA parameters (in 32 bits)."""
-        config, factors = plain_lora(model)
+        config, values = plain_lora(model)
         base: Any = model.get_base_model()
         check_base(base)
         modes = {path: module.training for path, module in base.named_modules()}
         model.unload()
         # The parameters stay the same objects, unless they have 16 bits, so the caller's model and optimizer use them.
         adapted = with_values_to_come(self.wrapped(base), copy.deepcopy(config), self.checkpointing)
-        put_factors(base, factors)
+        put_values(adapted, values)
         for path, module in base.named_modules():
             module.training = modes.get(path, module.training)
         return adapted
@@ -190,15 +191,6 @@ def stored_rows(name: str) -> int | None:
         return None
 
 
-def check_vocabulary(model: Any) -> None:
-    """Raise ValueError if the embedding was resized, since an adapter cannot store the new rows."""
-    stored, rows = model.loaded.vocabulary, len(model.inner.get_input_embeddings().weight)
-    if stored not in (None, rows):
-        raise ValueError(f"the model's embedding was resized from {stored} to {rows} rows, which a LoRA adapter cannot "
-                         "hold: save the resized model and its tokenizer in a folder (save_pretrained of both), load "
-                         "that as the model, and train it")
-
-
 def on_targets(settings: LoraConfig, model: BareModel) -> LoraConfig:
     """Return a copy of the LoRA settings with this model's module names as targets. If the settings name no targets,
     take PEFT's for the model type. ValueError if PEFT has none, or if the model lacks a named module."""
@@ -242,8 +234,8 @@ def quantization(config: Any) -> dict[str, Any]:
     return {"load_in_4bit": True}
 
 
-def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
-    """Return the settings and the tensors of the adapter "default". TypeError or ValueError if the model has other
+def plain_lora(model: PeftModel) -> tuple[LoraConfig, dict[str, nn.Parameter]]:
+    """Return the settings and the parameters of the adapter "default". TypeError or ValueError if the model has other
     adapters (a FastPeftModel may have idle ones), trains more than plain LoRA, or has layers unlike its settings."""
     names = list(model.peft_config)
     if names not in ([], [ADAPTER]) and not (isinstance(model, FastPeftModel) and model.active_adapters == [ADAPTER]):
@@ -260,9 +252,7 @@ def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
     base: Any = model.get_base_model()
     check_targets(base, list(layers))
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if other := next((name for name in trained if ".lora_" not in name), None):
-        raise ValueError(f"the model trains {other} beside its LoRA; only LoRA is trained here: freeze it with "
-                         "requires_grad_(False)")
+    check_trained(trained)
     if not trained:
         logger.warning("the model's adapter is frozen, as after is_trainable=False; it is trained all the same")
     for path, layer in layers.items():
@@ -270,15 +260,13 @@ def plain_lora(model: PeftModel) -> tuple[LoraConfig, Factors]:
         if layer.merged or got != wanted:
             raise ValueError(f"{path}: the adapter is merged, or has rank and scale {got} where its settings say "
                              f"{wanted}; unmerge it (model.unmerge_adapter()), or save it and load it again")
-    return config, {path: (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
-                    for path, layer in layers.items()}
+    return config, adapter_values(model, ADAPTER)
 
 
-def put_factors(base: nn.Module, factors: Factors) -> None:
-    """Put each pair of LoRA factors into the layer at its path, in 32 bits and trainable."""
-    for path, sides in factors.items():
-        layer: Any = base.get_submodule(path)
-        for factor, held in zip((layer.lora_A, layer.lora_B), sides, strict=True):
-            wide = torch.promote_types(held.dtype, torch.float32)
-            same = held if held.dtype == wide else nn.Parameter(held.detach().to(wide))
-            factor[ADAPTER].weight = same.requires_grad_(True)
+def put_values(model: nn.Module, values: dict[str, nn.Parameter]) -> None:
+    """Put each parameter into the model at its name, trainable, and LoRA's in 32 bits."""
+    for name, held in values.items():
+        path, _, last = name.rpartition(".")
+        wide = torch.promote_types(held.dtype, torch.float32) if ".lora_" in name else held.dtype
+        same = held if held.dtype == wide else nn.Parameter(held.detach().to(wide))
+        setattr(model.get_submodule(path), last, same.requires_grad_(True))

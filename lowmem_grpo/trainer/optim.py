@@ -46,7 +46,7 @@ def own_or_made(
         if not any(id(parameter) in held for parameter in trained.parameters):
             raise ValueError("the optimizer in optimizers holds no parameter of the adapter; make it after "
                              "get_peft_model, of [p for p in model.parameters() if p.requires_grad]")
-    made = make_optimizer(trained.groups(), config) if optimizer is None else optimizer
+    made = make_optimizer(trained.groups(config.group_settings), config) if optimizer is None else optimizer
     return made, scheduler or make_scheduler(made, config, total_steps)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lowmem_grpo.config.beside_lora import check_rows
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.rollout import TRLS_SHARE
 from lowmem_grpo.config.sampling import longest_prompt
@@ -30,7 +31,7 @@ from lowmem_grpo.runs.state import Clock, TrainerState
 from lowmem_grpo.trainer.distributed import Ranks, ranks
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.learner import Learner
-from lowmem_grpo.trainer.model_setup import Brought, check_vocabulary, tokenizer_of
+from lowmem_grpo.trainer.model_setup import Brought, tokenizer_of
 from lowmem_grpo.trainer.nonfinite import Guard
 from lowmem_grpo.trainer.optim import own_or_made
 from lowmem_grpo.trainer.preflight.checks import check_settings
@@ -74,7 +75,7 @@ def bring_model(
         raise ValueError(f'use_cpu is True, and the model lies on {device}; load it with device="cpu"')
     if args.disable_dropout:
         drop_nothing(model)
-    check_vocabulary(model)
+    check_rows(model.loaded.vocabulary, len(model.get_input_embeddings().weight))
     stops = getattr(getattr(args, "vllm_sampling_params", None), "stop_token_ids", None)
     tokenizer = tokenizer or model.loaded.tokenizer
     model.loaded.tokenizer, model.loaded.stop_ids = tokenizer, tuple(stops or ())  # both are saved with the adapter

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 from families import assert_alike
 from packed_problem import batch_of, learned, learned_alone
@@ -13,6 +14,7 @@ from small_models import random_model, scatter
 from torch import Tensor
 
 from lowmem_grpo import GRPOConfig
+from lowmem_grpo.models.export.base_weights import live_weights
 from lowmem_grpo.models.policy import Head, Policy
 from lowmem_grpo.runs.checkpoint import load_checkpoint, save_checkpoint
 from lowmem_grpo.trainer.optim import learning_rates, make_optimizer, make_scheduler
@@ -20,19 +22,26 @@ from lowmem_grpo.trainer.optim import learning_rates, make_optimizer, make_sched
 BATCH = batch_of([(3, [4]), (2, [5])])
 
 
-def beside_lora(module: str) -> Any:
-    """A random model with LoRA, and with this module trained whole."""
+def beside_lora(module: str, **settings: Any) -> Any:
+    """A random model with LoRA, and with this module trained whole, or what the settings of LoRA say."""
     base = random_model("Llama")
     base.score = torch.nn.Linear(32, 1)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[module], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM",
+                             **settings or {"modules_to_save": [module]})
     return scatter(peft.get_peft_model(base, config))
 
 
-def test_a_norm_trained_beside_lora_has_its_rate_is_saved_and_is_the_bases_under_the_reference(tmp_path: Path) -> None:
-    policy, config = Policy(beside_lora("model.norm")), GRPOConfig(learning_rate=1e-3)
+@pytest.mark.parametrize(("module", "settings"), [
+    ("norm", {"modules_to_save": ["model.norm"]}),
+    ("embed_tokens", {"trainable_token_indices": BATCH.input_ids[:2].tolist()}),
+])
+def test_what_is_trained_beside_lora_has_its_rate_is_saved_and_is_the_bases_under_the_reference(
+    module: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    policy, config = Policy(beside_lora(module, **settings)), GRPOConfig(learning_rate=1e-3)
     policy.keep_reference()
-    optimizer = make_optimizer(policy.trained.groups({"norm": 0.5}), config)
-    assert learning_rates(optimizer) == {"learning_rate": 1e-3, "learning_rate/norm": 0.5}
+    optimizer = make_optimizer(policy.trained.groups({module: {"lr": 0.5}}), config)
+    assert learning_rates(optimizer) == {"learning_rate": 1e-3, f"learning_rate/{module}": 0.5}
     run = policy.model, optimizer, make_scheduler(optimizer, config, 10)
     [norm] = [weight for weight in policy.trained if weight.base is not None]
     policy.logprobs(BATCH, 1.0)[0].sum().backward()
@@ -49,6 +58,8 @@ def test_a_norm_trained_beside_lora_has_its_rate_is_saved_and_is_the_bases_under
     with policy.reference():
         assert torch.allclose(norm.parameter, (moved + norm.base) / 2)
     assert torch.equal(norm.parameter, moved)
+    names = [weight.name for weight in live_weights(policy.model)]
+    assert names == [weight.name for weight in live_weights(policy.model.unload())]
 
 
 class Score(Head):
@@ -60,7 +71,7 @@ def test_a_head_that_gives_a_number_takes_a_step_with_the_gradients_of_dense_aut
     model = beside_lora("score")
     twin, head = copy.deepcopy(model), Score(model.get_base_model().score)
     policy, dense = Policy(model, head=head), twin.get_base_model()
-    optimizer = torch.optim.SGD(policy.trained.groups({"score": 0.5}), lr=0.1)
+    optimizer = torch.optim.SGD(policy.trained.groups({"score": {"lr": 0.5}}), lr=0.1)
     head.values(policy.at_trained(BATCH)[0]).square().sum().backward()
     parts = BATCH.input_ids.split(BATCH.cu_seqlens.diff().tolist())
     hidden = torch.cat([dense.model(part[None]).last_hidden_state[0] for part in parts])

@@ -21,47 +21,22 @@ from lowmem_grpo.models.quantized_linear import QuantizedLinear, form_of
 class SignWeight(FrozenWeight, kind="sign"):
     """The signs of weights (out, in), and a scale for each row (out, 1)."""
 
-    def __init__(self, signs: Tensor, scales: Tensor) -> None:
-        self.signs, self.scales, self.dtype = signs, scales, scales.dtype
-        self.shape, self.out_features = (len(signs), signs.shape[1]), (len(signs),)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.signs, self.scales]
-
     def fill(self, out: Tensor, row: int = 0, column: int = 0) -> None:
         rows, columns = slice(row, row + len(out)), slice(column, column + out.shape[1])
-        out.copy_(self.signs[rows, columns] * self.scales[rows])
-
-
-class SignLinear(QuantizedLinear):
-    kind = "sign"
-
-    def __init__(self, signs: Tensor, scales: Tensor) -> None:
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = signs.shape
-        self.weight, self.compute_dtype = nn.Parameter(signs, requires_grad=False), scales.dtype
-        self.register_buffer("scales", scales)
-        self.register_parameter("bias", None)
-
-    @property
-    def frozen(self) -> SignWeight:
-        return SignWeight(self.weight.detach(), self.get_buffer("scales"))
-
-    def parts(self) -> tuple[Any, ...]:
-        return self.weight, self.get_buffer("scales")
+        out.copy_(self.tensors[0][rows, columns] * self.tensors[1][rows])
 
 
 def test_a_new_kind_has_products_a_lora_layer_and_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowmem_grpo.kernels.frozen_weight.BAND_BYTES", 1000)  # several bands
-    linear = SignLinear(torch.randn(33, 24).sign().to(torch.int8), torch.rand(33, 1, dtype=torch.float64))
+    signs, scales = torch.randn(33, 24).sign().to(torch.int8), torch.rand(33, 1, dtype=torch.float64)
+    linear = QuantizedLinear(SignWeight(signs, scales))
     config, model = LoraConfig(target_modules=["0"], r=4, init_lora_weights=False), nn.Sequential(linear)
     use_kernel_layers(config, model)
     adapted: Any = get_peft_model(model, config).double().base_model.model[0]
     a, b = adapted.lora_A["default"].weight, adapted.lora_B["default"].weight
     x, dense = torch.randn(5, 24, dtype=torch.float64, requires_grad=True), linear.frozen.dequantized()
     assert isinstance(adapted, OneNode) and form_of(model) == "sign"
-    assert torch.equal(dense, linear.weight * linear.get_buffer("scales"))
+    assert torch.equal(dense, signs * scales)
     torch.testing.assert_close(frozen_linear(x, linear.frozen), x @ dense.T)
     wanted = x @ dense.T + adapted.scaling["default"] * x @ a.T @ b.T
     found, grad = adapted(x), torch.randn(5, 33, dtype=torch.float64)

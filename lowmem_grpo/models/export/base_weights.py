@@ -33,9 +33,11 @@ from lowmem_grpo.models.gguf_file import GGUFTensor, gguf_tensors
 from lowmem_grpo.models.pretrained import nf4
 from lowmem_grpo.models.quantized_linear import QuantizedLinear
 from lowmem_grpo.models.stored_model import INDEX, SINGLE, block_of, quantization_of, text_name, weight_files
+from lowmem_grpo.models.trained_set import OF_ADAPTER
 from lowmem_grpo.runs.adapter_file import PREFIX
 from lowmem_grpo.utils import is_gguf, read_json
 
+WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.)")  # PEFT's names around a base's module
 PARTS = ".weight."  # a 4-bit weight has `q_proj.weight.absmax` beside `q_proj.weight`
 STATE = ".quant_state.bitsandbytes__"
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -83,19 +85,19 @@ def plain_rows(tensor: Any, dtype: torch.dtype | None, device: torch.device | st
 
 
 def live_weights(model: Any) -> list[Weight]:
-    """Return all parameters and saved buffers of a plain or PEFT model, except LoRA's; tied parameters appear once."""
+    """Return all parameters and saved buffers of the base of a plain or PEFT model; tied parameters appear once."""
     weights: list[Weight] = []
     buffers = ((f"{path}.{name}", buffer) for path, module in model.named_modules()
                for name, buffer in module.named_buffers(recurse=False)
                if name not in module._non_persistent_buffers_set)
     for name, tensor in (*model.named_parameters(), *buffers):
         path, _, part = name.rpartition(".")
-        owner, plain = model.get_submodule(path), name.removeprefix(PREFIX).replace(".base_layer.", ".")
+        owner, plain = model.get_submodule(path), WRAPPED.sub("", name.removeprefix(PREFIX))
         if isinstance(owner, ExpertStack):
             weights += expert_weights(plain, owner.frozen)
         elif isinstance(owner, QuantizedLinear) and part == "weight":
             weights.append(live_weight(plain, owner.frozen))
-        elif ".lora_" not in name and not (isinstance(owner, QuantizedLinear) and part != "bias"):
+        elif not OF_ADAPTER.search(name) and not (isinstance(owner, QuantizedLinear) and part != "bias"):
             weights.append(live_weight(plain, tensor))
     return weights
 

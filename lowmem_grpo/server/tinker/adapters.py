@@ -48,6 +48,10 @@ Metadata = Annotated[dict[str, str] | None, BeforeValidator(lambda notes: {
 } if isinstance(notes, dict) else notes)]
 
 
+HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP only. "
+        "Pass train_unembed=False to say so yourself.")
+
+
 class LoraSettings(Body, extra="forbid", populate_by_name=True):
     """The LoRA settings that a client requests. `train_unembed` is ignored: create_session tells clients so."""
 
@@ -64,6 +68,11 @@ class LoraSettings(Body, extra="forbid", populate_by_name=True):
         if copy.notes_size > MOST_NOTES:
             raise ValueError(f"user_metadata has {copy.notes_size:,} bytes; at most {MOST_NOTES:,} are kept")
         return copy
+
+    @property
+    def parts(self) -> dict[str, bool]:
+        """What is trained, under the protocol's names."""
+        return {"train_unembed": False, "train_mlp": self.mlp, "train_attn": self.attention}
 
     @property
     def notes_size(self) -> int:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from lowmem_grpo.server.requests import ChatError, json_of
 from lowmem_grpo.server.tinker import calls, wire
+from lowmem_grpo.server.tinker.adapters import HEAD
 from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING, Saved
 from lowmem_grpo.server.tinker.request_store import JSON, PASS, ModelReply, ModelRequest, StoredModel, UnknownError
 from lowmem_grpo.server.tinker.route_utils import SMALL, Answers, ApiRequest, Json, Served, T, checked, route
@@ -25,8 +26,6 @@ MOST = 1000  # entries of a list
 KNOWN = 8192  # sampling sessions that need no look-up in the database
 TYPES = {TRAINING: "training", SAMPLING: "sampler"}
 REASONS = ("success", "errored", "interrupted")
-HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP only. "
-        "Pass train_unembed=False to say so yourself.")
 
 
 def tinker_router(training: Training, sampling: SampleService, served: Served) -> APIRouter:
@@ -156,8 +155,7 @@ class ModelRoutes:
 
     def weights_info(self, asked: ApiRequest) -> Json:
         settings = self.checkpoints.find(asked.json.get("tinker_path"), asked.owner).settings
-        return {"base_model": self.served.name, "is_lora": True, "lora_rank": settings.rank, "train_unembed": False,
-                "train_mlp": settings.mlp, "train_attn": settings.attention}
+        return {"base_model": self.served.name, "is_lora": True, "lora_rank": settings.rank, **settings.parts}
 
     def list_checkpoints(self, asked: ApiRequest) -> Json:
         return page_of(asked, "checkpoints", self.checkpoints.all(asked.owner), listed, 100)
