@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import check_numbers, check_tensors, once_differentiable
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight, check_frozen, frozen_weight
-from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
+from lowmem_grpo.kernels.lora_factors import Factors, LoRA, held_factors, shared_factors
 
 
 def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
@@ -60,14 +60,14 @@ class LoRALinearFunction(torch.autograd.Function):
         ctx.weights, ctx.scales = weights, scales
         ctx.save_for_backward(x, *tensors)
         ctx.set_materialize_grads(False)
-        (factors,) = factors_of([pairs_of(tensors, scales)], x.dtype)
+        (factors,) = shared_factors([pairs_of(tensors, scales)], x.dtype)
         return tuple(forward_linears(x, weights, factors, biases))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         x, *tensors = ctx.saved_tensors
-        (factors,) = factors_of([pairs_of(tensors, ctx.scales)], x.dtype)
+        (factors,) = shared_factors([pairs_of(tensors, ctx.scales)], x.dtype)
         grad_x, grad_tensors = backward_linears(grads, x, ctx.weights, factors, ctx.needs_input_grad[0])
         return grad_x, None, None, None, *as_given(grad_tensors, tensors)
 

@@ -5,13 +5,14 @@
 
 So several layers share one product with A in the forward pass, and three in the backward pass. Adapters are usually in
 float32 while x is in 16 bits: one launch converts all of them for each pass over the layer, so that they are never
-stale. Sampling, during which adapters do not change, keeps the converted pairs (`kept_factors`).
+stale. Where adapters do not change, converted pairs are kept: in sampling (`kept_factors`), and between two optimizer
+steps (`SharedFactors`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def convert_again(kept: Kept) -> None:
 def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
     """Return `factors_of(groups, dtype)`, computed only once inside `kept_factors`."""
     if KEPT.get() is None:
-        return factors_of(groups, dtype)
+        return shared_factors(groups, dtype)
     key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)
                     for group in groups for lora in (*group, None)))
     return held(key, groups, lambda: factors_of(groups, dtype))
@@ -140,13 +141,76 @@ def held(key: tuple[object, ...], what: object, find: Callable[[], Any]) -> Any:
     return kept[key][1]
 
 
+Shared = tuple[list[Loras], torch.dtype, list[Factors | None]]  # the groups of a node, and their factors in a dtype
+
+
+@dataclass(eq=False)
+class SharedFactors:
+    """The converted pairs of all layers in training, which the micro-batches of an optimizer step share."""
+
+    held: dict[tuple[object, ...], Shared] = field(default_factory=dict)  # used in this context, or in the last one
+    ready: dict[tuple[object, ...], Shared] = field(default_factory=dict)  # converted on entry, and not used yet
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Convert each pair once in this context, in which no optimizer may step: those that the last context used in
+        one launch on entry, others when they are used, also those whose tensors have another address or version."""
+        copies: Copies = []
+        last, self.held = self.held, {}
+        for groups, dtype, _ in last.values():
+            factors = [factors_of_group(group, dtype, copies) for group in groups]
+            self.ready[shared_key(groups, dtype)] = groups, dtype, factors
+        run(copies)
+        ACTIVE.append(self)
+        try:
+            yield
+        finally:
+            ACTIVE.remove(self)
+            self.ready = {}
+            self.held = {key: (groups, dtype, []) for key, (groups, dtype, _) in self.held.items()}
+
+    def factors(self, groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
+        key = shared_key(groups, dtype)
+        if key not in self.held:
+            self.held[key] = self.ready.get(key) or (
+                [[detached(lora) for lora in group] for group in groups], dtype, factors_of(groups, dtype))
+        return self.held[key][2]
+
+
+# the innermost is read. No context variable: on a card, backward passes run in threads of autograd's own
+ACTIVE: list[SharedFactors] = []
+
+
+def shared_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
+    """Return `factors_of(groups, dtype)`, computed only once inside `SharedFactors.unchanged`."""
+    if torch.compiler.is_compiling() or not ACTIVE:
+        return factors_of(groups, dtype)
+    return ACTIVE[-1].factors(groups, dtype)
+
+
+def shared_key(groups: Sequence[Loras], dtype: torch.dtype) -> tuple[object, ...]:
+    pairs = [None if lora is None else (lora.scale, *((part.data_ptr(), part._version) for part in (lora.a, lora.b)))
+             for group in groups for lora in group]
+    return dtype, *map(len, groups), *pairs
+
+
+def detached(lora: LoRA | None) -> LoRA | None:
+    """Return the pair's numbers, which hold their memory, so that no other pair comes to lie at their addresses."""
+    return None if lora is None else LoRA(lora.a.detach(), lora.b.detach(), lora.scale)
+
+
 def factors_of(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
     """Return the factors of each group of layers on one input; None without LoRA. One launch converts all groups."""
     copies: Copies = []
     factors = [factors_of_group(group, dtype, copies) for group in groups]
+    run(copies)
+    return factors
+
+
+@torch.no_grad()
+def run(copies: Copies) -> None:
     if copies:
         torch._foreach_copy_([to for to, _ in copies], [source for _, source in copies])
-    return factors
 
 
 def factors_of_group(group: Loras, dtype: torch.dtype, copies: Copies) -> Factors | None:

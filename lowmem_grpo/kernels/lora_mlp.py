@@ -23,7 +23,7 @@ from lowmem_grpo.kernels import lora
 from lowmem_grpo.kernels.custom_op import once_differentiable
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight, frozen_weight
 from lowmem_grpo.kernels.glu import APPROXIMATE, activate_ref, glu_backward, glu_forward, halves
-from lowmem_grpo.kernels.lora_factors import Factors, LoRA, factors_of, held_factors
+from lowmem_grpo.kernels.lora_factors import Factors, LoRA, held_factors, shared_factors
 
 
 def lora_mlp_ref(
@@ -88,7 +88,7 @@ class MLPWeights:
     def factors(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Factors | None, Factors | None]:
         """Return the LoRA factors on the input (gate, up) and on the inner values (down)."""
         loras = lora.pairs_of(tensors, self.scales)
-        inner, down = factors_of([loras[:-1], loras[-1:]], dtype)
+        inner, down = shared_factors([loras[:-1], loras[-1:]], dtype)
         return inner, down
 
     def output(self, inner: list[Tensor], factors: Factors | None) -> Tensor:

@@ -183,6 +183,7 @@ class Policy:
         self.inputs = TextInputs()
         self.autocast_dtype = autocast_dtype
         self.head_groups = 1  # parts in which attention's backward pass takes the heads; a memory plan may set more
+        self.keeps_factors = True  # whether the micro-batches of a step share adapters in the dtype of the products
         self.dropped: bool | None = None  # whether the last checkpointed pass had dropout
         self.lends_keys = row is not None and row.unlike_layers  # whether layers share keys and values
         self.host_embeddings = on_host(base)

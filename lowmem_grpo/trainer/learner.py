@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.kernels.lora_factors import SharedFactors
 from lowmem_grpo.losses.objective import Objective, PolicyOutputs, StepTotals, policy_tokens
 from lowmem_grpo.memory.cutting import CutLimits
 from lowmem_grpo.memory.offload.activations import ActivationOffload
@@ -54,6 +55,7 @@ class Learner:
         self.guard = guard or Guard(config.nonfinite_steps, TrainerState())
         self.ranks = ranks or Ranks()
         self.prepared: Prepared | None = None  # None once a pass or step has followed `prepare`
+        self.factors = SharedFactors()
         self.whole = True  # False from the optimizer's step until the trainer has counted it
 
     @property
@@ -183,7 +185,8 @@ class Learner:
         sums = StepAccumulator(self.policy.device) if begun is None else begun.copied()
         if not sums.count:
             self.policy.differing_routes()  # clears the counts of earlier passes
-        with in_mode(self.policy.model, training):
+        shared = self.factors.unchanged() if self.policy.keeps_factors else nullcontext()
+        with in_mode(self.policy.model, training), shared:
             for batch in batches:
                 self.add(batch, totals, sums, training)
         return sums

@@ -1,14 +1,18 @@
-"""Adapters while sampling: converted once, adjacent, with the same results bit for bit, and never out of date."""
+"""Adapters while sampling and between optimizer steps: converted once, with the same bits, and never out of date."""
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from tables import every_row
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from lowmem_grpo.kernels.lora import lora_linear
-from lowmem_grpo.kernels.lora_factors import KEPT, LoRA, held_factors, kept_factors
+from lowmem_grpo.kernels.lora_factors import KEPT, LoRA, SharedFactors, held_factors, kept_factors, shared_factors
 from lowmem_grpo.kernels.lora_mlp import lora_mlp
 
 IN, OUT, INNER, RANK = 24, 40, 56, 4
@@ -110,3 +114,90 @@ def test_pairs_of_other_layers_and_other_scales_have_factors_of_their_own() -> N
         doubled = lora_linear(x, weights, [LoRA(first.a, first.b, 1.4), None, None])
         assert len(kept) == 3
     assert not torch.equal(both[0], turned[0]) and not torch.equal(both[0], doubled[0])
+
+
+# In training
+
+
+class Casts(TorchDispatchMode):
+    """Counts the launches that convert adapters."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name == "aten::_foreach_copy_"
+        return func(*args, **(kwargs or {}))
+
+
+def trained(x: Tensor, weights: list[Tensor], loras: list[LoRA | None]) -> list[Tensor]:
+    """The output of two checkpointed nodes on three layers and all gradients, which this call also clears."""
+    tensors = [tensor for lora in loras if lora is not None for tensor in (lora.a, lora.b)]
+    x = x.clone().requires_grad_()
+
+    def outputs(x: Tensor) -> Tensor:
+        q, _, v = lora_linear(x, weights, loras)
+        return q.sum() + lora_mlp(x, *weights[:2], weights[2].T, gate_lora=loras[0], up_lora=loras[2]).sum() + v.sum()
+
+    y = checkpoint(outputs, x, use_reentrant=False)
+    return [y.detach(), *torch.autograd.grad(y, [x, *tensors])]
+
+
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_training_each_pair_is_converted_once_an_optimizer_step_with_the_same_bits(dtype: torch.dtype) -> None:
+    x, weights, loras = given(dtype)
+    shared, expected = SharedFactors(), trained(x, weights, loras)
+    counts = []
+    for _ in range(2):  # steps
+        with Casts() as casts, shared.unchanged():
+            assert same(trained(x, weights, loras), expected) and same(trained(x, weights, loras), expected)
+        counts.append(casts.count)
+    assert counts == ([2, 1] if dtype == torch.bfloat16 else [0, 0]), "two nodes, then both in one launch on entry"
+    assert not any(factors for *_, factors in shared.held.values()), "nothing is held outside"
+
+
+def in_place(tensor: Tensor) -> None:
+    tensor.mul_(2)
+
+
+def unseen_by_autograd(tensor: Tensor) -> None:
+    tensor.data.mul_(2)  # as bitsandbytes' kernels write
+
+
+def other_memory(tensor: Tensor) -> None:
+    tensor.data = tensor.data * 2  # as the reference adapter takes the place of the trained one
+
+
+@every_row("change", [in_place, unseen_by_autograd, other_memory])
+@every_row("inside", [False, True])
+def test_in_training_a_changed_adapter_is_never_read_as_it_was(change: Callable[[Tensor], None], inside: bool) -> None:
+    x, weights, loras = given(torch.bfloat16)
+    shared, first = SharedFactors(), loras[0]
+    assert first is not None
+    if inside and change is unseen_by_autograd:
+        return  # an optimizer, which does not step inside
+    with torch.no_grad(), shared.unchanged():
+        before = lora_linear(x, weights, loras)
+        if inside:
+            change(first.b)
+            found = lora_linear(x, weights, loras)
+    if not inside:
+        with torch.no_grad():
+            change(first.b)
+        with torch.no_grad(), shared.unchanged():
+            found = lora_linear(x, weights, loras)
+    with torch.no_grad():
+        assert same(list(found), list(lora_linear(x, weights, loras))) and not torch.equal(found[0], before[0])
+
+
+def test_in_training_a_thread_of_autograd_shares_what_was_converted() -> None:
+    _, _, loras = given(torch.bfloat16)
+    found: list[object] = []
+    with torch.no_grad(), SharedFactors().unchanged():
+        thread = threading.Thread(target=lambda: found.extend(shared_factors([loras], torch.bfloat16)))
+        thread.start()
+        thread.join()
+        assert found == shared_factors([loras], torch.bfloat16)
