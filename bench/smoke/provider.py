@@ -159,7 +159,8 @@ def wrong_state(trainer: GRPOTrainer, variant: Variant, device: str) -> list[str
     offload = trainer.learner.offload
     if trainer.engine.name != engine:
         wrong.append(f"the engine is {trainer.engine.name}, not {engine}")
-    if device == "cuda" and engine == "vllm" and trainer.engine.sleeps and trainer.engine.kv_bytes:
+    if device == "cuda" and engine == "vllm" and trainer.engine.sleeps and trainer.engine.kv_bytes and not (
+            trainer.engine.stays):
         wrong.append("vLLM is awake after a rollout")
     if device == "cuda" and isinstance(offload, ActivationOffload) and not offload.host_bytes_peak:
         wrong.append("nothing was offloaded to the host")

@@ -34,6 +34,7 @@ KEPT = "the last layers keep all they compute: there is room, and recomputing ta
 ROOM = "micro-batches in which more layers have room to keep all they compute"
 WHOLE = "an MLP takes a micro-batch at once: there is room, and each tile would dequantize its weights anew"
 LASTING = "the cache stays while training, with the CUDA graphs of token steps and all they read: there is room"
+STAYS = "the cache stays while training: there is room, and vLLM's sleep would also empty torch's own cache"
 Step = tuple[str, Any, str]  # setting, value, description
 FIXED = ("weights", "embedding", "head", "adapters", "gradients", "optimizer")
 
@@ -46,7 +47,8 @@ def plan(model_config: Any, run_config: RunSettings, device: Device, model: str 
     if shape.context is not None and run_config.context > shape.context:
         raise ValueError(f"context is {run_config.context}; this model's is {shape.context} at most")
     asked = run_config.opened()
-    draft = replace(keeping(shape, choose(shape, asked, device), asked), model=model or shape.model_type)
+    draft = staying(shape, keeping(shape, choose(shape, asked, device), asked))
+    draft = replace(draft, model=model or shape.model_type)
     return draft if draft.fits else replace(draft, advice=tuple(advise(shape, draft, asked)))
 
 
@@ -133,6 +135,14 @@ def lasting(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
         return draft
     kept = changed(shape, draft, "sleeps", False, LASTING)
     return kept if kept.fits_with(EASE) else draft
+
+
+def staying(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
+    """If there is room beside the layers that keep all they compute, let vLLM keep its cache while training."""
+    if draft.settings.engine != "vllm" or not draft.settings.sleeps or not draft.settings.kept_layers:
+        return draft
+    stays = changed(shape, draft, "sleeps", False, STAYS)
+    return stays if stays.fits else draft
 
 
 def changed(shape: ModelShape, draft: MemoryPlan, name: str, value: Any, why: str) -> MemoryPlan:

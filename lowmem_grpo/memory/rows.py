@@ -118,10 +118,9 @@ def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
 
 
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
-    """Return the rows of the sampler's copies of weights. While training, vLLM keeps its copy of the adapters, and our
-    own engine keeps all copies unless it sleeps."""
-    copied, vllm = WORD * trained_numbers(shape, settings), settings.engine == "vllm"
-    stays = not vllm and not settings.sleeps
+    """Return the rows of the sampler's copies of weights. While training, vLLM keeps its copy of the adapters, and
+    engines keep all copies unless they sleep."""
+    copied, vllm, stays = WORD * trained_numbers(shape, settings), settings.engine == "vllm", not settings.sleeps
     rows = [PlanRow("adapter copy", copied, copied if vllm or stays else 0, card_only=vllm,
                     note="what the sampler reads, 16 bits" + ("" if vllm or stays else ", while it samples"))]
     if settings.sampling_weights == "16bit":

@@ -86,7 +86,8 @@ class Sampler:
                 completions = self.engine.generate(ids, of_all, on_group)
             else:
                 completions = self.engine.generate(ids, of_all)
-            self.engine.sleep()
+            if not getattr(self.engine, "stays", False):
+                self.engine.sleep()
         self.say_padding([rollout.completion_ids for each in completions for rollout in each])
         return [as_group(prompt, rollouts) for prompt, rollouts in zip(prompts, completions, strict=True)]
 

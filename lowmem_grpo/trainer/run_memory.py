@@ -21,7 +21,7 @@ from lowmem_grpo.memory.offload.embedding import on_host
 from lowmem_grpo.memory.oom import BatchLimit, MemoryAdvice, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, this_card
 from lowmem_grpo.memory.plan import MemoryPlan, RunSettings, Workload
-from lowmem_grpo.memory.planner import plan
+from lowmem_grpo.memory.planner import EASE, plan
 from lowmem_grpo.memory.time_plan import TimePlan, plan_time
 from lowmem_grpo.models.lean_modules import MLP_TILE, LeanMLP
 from lowmem_grpo.models.policy import Policy
@@ -123,15 +123,20 @@ def plan_memory(
     if policy.device.type != "cuda":
         return memory, PhasePeaks(policy.device)
     run_plan = plan_training(memory, model, config, policy, name, context, **own)
-    if run_plan is not None and isinstance(engine, TransformersEngine):
+    if run_plan is not None and engine is not None:
         follow_plan(engine, memory, run_plan)
     return memory, PhasePeaks(policy.device, run_plan)
 
 
-def follow_plan(engine: TransformersEngine, memory: RunMemory, run_plan: MemoryPlan) -> None:
-    """Let our own engine keep its buffers and weights during training if the plan has room, until memory runs out."""
-    engine.sleeps, memory.train.spare = run_plan.settings.sleeps, engine.give_back
-    engine.use_weights(run_plan.settings.sampling_weights)
+def follow_plan(engine: Any, memory: RunMemory, run_plan: MemoryPlan) -> None:
+    """Let an engine keep its cache and weights during training if the plan has room, until memory runs out."""
+    sleeps = run_plan.settings.sleeps
+    if isinstance(engine, TransformersEngine):
+        engine.sleeps, memory.train.spare = sleeps, engine.give_back
+        engine.use_weights(run_plan.settings.sampling_weights)
+    elif hasattr(engine, "stay"):  # vLLM's
+        engine.stay(not sleeps)
+        memory.train.spare = None if sleeps else engine.give_back
 
 
 def plan_training(
@@ -152,6 +157,7 @@ def plan_training(
         if engine == TRANSFORMERS:
             memory.rollout.planned = max(1, run_plan.concurrent_sequences)
         policy.head_groups = run_plan.settings.head_groups or 1
+        policy.keeps_factors = run_plan.fits_with(EASE)  # the plan does not count their 2 bytes a number
         model.loaded.kept_layers = run_plan.settings.kept_layers or 0
         keep_layers(policy.base, model.loaded.kept_layers)
         for mlp in tiled_mlps(policy.base):

@@ -1,4 +1,4 @@
-"""What a run samples: ids without a text are said."""
+"""What a run samples: ids without a text are said. When its engine sleeps."""
 
 from pathlib import Path
 
@@ -26,3 +26,14 @@ def test_sampled_ids_that_pad_the_vocabulary_are_said_once_and_have_plain_transf
         logits = AutoModelForCausalLM.from_pretrained(shallow())(ids).logits[0, len(group.prompt_ids) - 1 : -1] / 20.0
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(rollout.completion_ids)[:, None])[:, 0]
     assert rollout.rollout_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_after_sampling_a_run_lets_the_engine_sleep_unless_the_plan_lets_it_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    trainer, slept = make(tmp_path), list[str]()
+    monkeypatch.setattr(trainer.engine, "sleep", lambda: slept.append("slept"))
+    monkeypatch.setattr(trainer.engine, "stays", stays, raising=False)
+    trainer.next_groups()
+    assert slept == ["slept"] * (not stays)

@@ -61,6 +61,7 @@ class VLLMEngine:
         self.sampling_weights, self.capacity.kv_budget = vllm_settings.choose_weights(self.capacity, self.eager)
         self.capacity.check()
         self.kv_bytes, self.policy_version, self.asleep, self.base = 0, 0, False, False
+        self.stays = False  # True: a run does not let the engine sleep while it trains, since memory has room
         self.pace, self.expected = Pace(), ExpectedLengths()
         self.llm: Any = None
         self.eos_ids = policy.eos_token_ids(tokenizer)
@@ -255,6 +256,15 @@ class VLLMEngine:
         if self.sleeps and self.llm is not None and not self.asleep:
             self.llm.sleep(level=1)
             self.asleep, self.kv_bytes = True, 0
+
+    def stay(self, stays: bool) -> None:
+        self.stays = stays
+
+    def give_back(self) -> None:
+        """After memory ran out in training, sleep now (unless a call is running), and in each later training phase."""
+        self.stays = False
+        if self.llm is not None and not self.unfinished:
+            self.sleep()
 
     def wake(self) -> None:
         """Map the KV cache and the room for dequantized weights again. If memory is short, first free torch's cached

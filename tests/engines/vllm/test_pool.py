@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,8 +32,10 @@ from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.process_state import PROCESS
 from lowmem_grpo.engines.vllm.settings import least_kv_bytes
 from lowmem_grpo.memory import oom
-from lowmem_grpo.memory.oom import MemoryExhaustedError, RunMemory
+from lowmem_grpo.memory.oom import MemoryExhaustedError, OutOfMemory, RunMemory
+from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.trainer.run_memory import follow_plan
 from lowmem_grpo.types import Rollout
 
 CONTEXT = 256
@@ -142,6 +144,21 @@ def test_a_cache_that_cannot_wake_is_made_smaller_and_the_run_goes_on(
     resumed = RunMemory()
     resumed.restore(memory.state())
     assert resumed.rollout.kv_bytes == left * unit
+
+
+@any_pool
+def test_a_cache_that_stays_while_training_is_freed_once_training_runs_out_of_memory(
+    engine: VLLMEngine, machine: Machine, unit: int
+) -> None:
+    memory, planned = RunMemory(), SimpleNamespace(sampling_weights=None, sleeps=False)
+    follow_plan(engine, memory, cast(MemoryPlan, SimpleNamespace(settings=planned)))
+    assert engine.stays and memory.train.spare is not None
+    memory.train.lower("a training micro-batch", OutOfMemory("out of memory", None, 0), 64)
+    assert (engine.stays, machine.card.pool, memory.train.lowered) == (False, 0, None)
+    assert all_sampled(engine.generate(PROMPTS, PARAMS)) and machine.card.pool == 8 * unit
+    planned.sleeps = True
+    follow_plan(engine, memory, cast(MemoryPlan, SimpleNamespace(settings=planned)))
+    assert memory.train.spare is None and not engine.stays
 
 
 @pytest.mark.parametrize(("wide", "form"), [(12, "16bit"), (13, "4bit")])
