@@ -52,7 +52,7 @@ class PackedLayout:
         """Return each packed (1, H, T, K) as padded (S, H, W, K). The padding repeats a token of the sequence."""
         if self.num_sequences == 1:  # nothing to move
             return packed
-        rows = [heads[0].transpose(0, 1) for heads in packed]
+        rows = [heads.squeeze(0).transpose(0, 1) for heads in packed]
         alike = [rows] if len({heads.shape[2] for heads in rows}) == 1 else [[heads] for heads in rows]
         places = self.sources, self.places, self.copies, self.width
         return tuple(heads for together in alike for heads in packed_to_padded(together, *places))
