@@ -37,7 +37,7 @@ FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at
 LIBRARIES = {  # what each folder may import beside torch and the standard library
     "kernels": {"triton"},
     "runs": {"IPython", "click", "numpy", "peft", "rich", "safetensors", "trackio", "transformers", "wandb"},
-    "models": {"bitsandbytes", "gguf", "huggingface_hub", "numpy", "peft", "safetensors", "transformers"},
+    "models": {"bitsandbytes", "gguf", "huggingface_hub", "llama_cpp", "numpy", "peft", "safetensors", "transformers"},
     "engines": {"numpy", "transformers", "vllm"},
     "data": {"datasets", "pandas", "transformers"},
     "fast_model": {"peft", "transformers"},

