@@ -109,9 +109,9 @@ def our_policy() -> Policy:
     return Policy(with_adapter(load_model("Llama")))
 
 
-def our_learner(weights: nn.Module, **settings: Any) -> Learner:
+def our_learner(weights: nn.Module, policy: Policy | None = None, **settings: Any) -> Learner:
     """A learner with the given model's weights, base and adapter copied by name."""
-    policy = our_policy()
+    policy = policy or our_policy()
     policy.model.load_state_dict(weights.state_dict())
     defaults = {"num_generations": 4, "per_device_train_batch_size": 64, "max_completion_length": LONGEST,
                 "vllm_importance_sampling_correction": False}

@@ -106,8 +106,10 @@ def trl_run(
 def make_trainer(
     rollouts: Rollouts, model: str | PreTrainedModel = "Llama", trainer_class: type[GRPOTrainer] = GRPOTrainer,
     micro_batches: int = 1, adapter: bool | peft.LoraConfig = True, settings: dict[str, Any] | None = None,
+    tokenizer: Any = TINY,
 ) -> GRPOTrainer:
-    """A trainer of TRL whose rollouts and rewards are given, with LoRA whose factors are both random."""
+    """A trainer of TRL whose rollouts and rewards are given, with LoRA whose factors are both random; `tokenizer` is
+    the folder of one."""
     model = load_model(model) if isinstance(model, str) else model
     total = len(rollouts.prompt_ids)
     args = GRPOConfig(**(PLAIN | {
@@ -116,7 +118,7 @@ def make_trainer(
     } | (settings or {})))
     rows = Dataset.from_list([{"prompt": f"{row}"} for row in range(total // rollouts.num_generations)])
     trainer = trainer_class(
-        model=model, args=args, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(TINY),
+        model=model, args=args, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(tokenizer),
         reward_funcs=[given_reward(name, values) for name, values in rollouts.rewards.items()],
         peft_config=lora(model) if adapter is True else adapter or None, rollout_func=given_rollouts(rollouts),
     )
