@@ -182,7 +182,7 @@ def write_recipe(recipe: "NewRecipe", told: list[str], rows: str = "") -> list[s
     start, how_long = command_name(path), ", a minute on a CPU" if recipe.kind == "example" else ""
     fill = [] if recipe.columns.known else [f"FILL IN the names of columns in {path}; then:"]
     return [f"{path}: a recipe of {len(text.splitlines())} lines, made to be read and changed", *told, *fill, "",
-            f"  lowmem-grpo run {start} check=true    # what the rewards pay, in seconds",
+            f"  lowmem-grpo run {start} check=true    # what the rewards pay for 64 completions",
             f"  lowmem-grpo run {start}               # train{how_long}"]
 
 

@@ -98,6 +98,9 @@ def check(reward_funcs: Any, dataset: Any, model: "FastGeneration",
     scorer = RewardScorer(list(reward_funcs) if several else reward_funcs, args.reward_weights, limit)
     source = prompt_source(dataset, model, args, tokenizer)
     prompts = source.take(min(groups, len(source.dataset)))
+    if show:  # on a CPU, sampling can take minutes
+        print_line(console or any_console(), f"sampling {len(prompts) * args.num_generations} completions, each of at "
+                   f"most max_completion_length={args.max_completion_length} tokens")
     sampled = sample(model, prompts, args, tokenizer)
     columns = sorted({name for group in sampled for name in group.row})
     trials = try_all(scorer, sampled, TrainerState(max_steps=max(args.max_steps, 0)))

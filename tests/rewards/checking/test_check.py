@@ -189,6 +189,7 @@ def test_pay_signal_and_what_to_do_are_printed_and_the_models_text_is_not_obeyed
     for text in ("nothing", "number_equal", "verifier", "groups with signal:", "95% interval", "sum ", "[red]",
                  "warning nothing: it pays 0 for all 8 completions", "What to do: grade in smaller steps"):
         assert text in printed, text
+    assert printed.startswith("sampling 8 completions, each of at most max_completion_length=24 tokens\n")
     assert "\x1b" not in printed and len(result.trials) == 2
 
 
