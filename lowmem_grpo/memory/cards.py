@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from lowmem_grpo.utils import GIB, MIB
 
+GEMM = 0.80  # share of the data sheet's TFLOP/s in large products, unless the card's power limits them; an assumption
+
 
 class CardSpeed(NamedTuple):
     """A card's speeds from NVIDIA's data sheet."""
@@ -18,13 +20,25 @@ class CardSpeed(NamedTuple):
     sms: int
     ghz: float  # boost
     capability: int  # 75 is sm_75
+    sustained: float | None = None  # TFLOP/s in large products, if the card's power limits them; an assumption
+
+    @property
+    def products(self) -> float:
+        """FLOP/s in large products."""
+        return 1e12 * (self.sustained or GEMM * self.tflops)
 
 
 SHEETS: dict[str, tuple[Any, ...]] = {  # MiB of memory as the driver reports it, then the fields of CardSpeed
-    "t4": (15360, 65, 0.320, 15.75, 40, 1.59, 75), "p100": (16384, 18.7, 0.732, 15.75, 56, 1.30, 60),
+    "gtx1660": (6144, 5.0, 0.192, 15.75, 22, 1.785, 75),  # without tensor cores
+    "rtx3050-6": (6144, 13.5, 0.168, 15.75, 18, 1.47, 86), "rtx3050-8": (8192, 18.2, 0.224, 15.75, 20, 1.777, 86),
+    "rtx3060ti": (8192, 32.4, 0.448, 31.5, 38, 1.665, 86), "rtx3070": (8192, 40.6, 0.448, 31.5, 46, 1.725, 86),
+    "rtx3080-10": (10240, 59.5, 0.760, 31.5, 68, 1.71, 86), "rtx4060": (8188, 30.2, 0.272, 15.75, 24, 2.46, 89),
+    "rtx4060-laptop": (8188, 29.1, 0.256, 15.75, 24, 2.37, 89),  # clock at the highest power; most laptops allow less
+    "rtx4060ti-8": (8188, 44.1, 0.288, 15.75, 34, 2.535, 89), "rtx5060": (8151, 38.4, 0.448, 31.5, 30, 2.497, 120),
+    "t4": (15360, 65, 0.320, 15.75, 40, 1.59, 75, 22), "p100": (16384, 18.7, 0.732, 15.75, 56, 1.30, 60),
     "v100-16": (16384, 125, 0.900, 15.75, 80, 1.53, 70), "v100-32": (32768, 125, 0.900, 15.75, 80, 1.53, 70),
-    "a10g": (23028, 70, 0.600, 31.5, 72, 1.71, 86), "a10": (23028, 125, 0.600, 31.5, 72, 1.695, 86),
-    "l4": (23034, 121, 0.300, 31.5, 58, 2.04, 89), "rtx3060": (12288, 25.5, 0.360, 31.5, 28, 1.78, 86),
+    "a10g": (23028, 70, 0.600, 31.5, 72, 1.71, 86), "a10": (23028, 125, 0.600, 31.5, 72, 1.695, 86, 70),
+    "l4": (23034, 121, 0.300, 31.5, 58, 2.04, 89, 55), "rtx3060": (12288, 25.5, 0.360, 31.5, 28, 1.78, 86),
     "rtx3090": (24576, 71, 0.936, 31.5, 82, 1.695, 86), "rtx4060ti-16": (16380, 44.1, 0.288, 15.75, 34, 2.535, 89),
     "rtx4070ti": (12282, 80.2, 0.504, 31.5, 60, 2.61, 89), "rtx4080": (16376, 97.5, 0.717, 31.5, 76, 2.505, 89),
     "rtx4090": (24564, 165.2, 1.008, 31.5, 128, 2.52, 89), "rtx5080": (16303, 112.6, 0.960, 63, 84, 2.62, 120),
@@ -37,8 +51,9 @@ SHEETS: dict[str, tuple[Any, ...]] = {  # MiB of memory as the driver reports it
 }
 CARDS = {name: sheet[0] for name, sheet in SHEETS.items()}
 SPEEDS = {name: CardSpeed(*sheet[1:]) for name, sheet in SHEETS.items()}
-SAME = {"a100": "a100-40", "v100": "v100-16", "3060": "rtx3060", "3090": "rtx3090", "4080": "rtx4080",
-        "4090": "rtx4090", "5080": "rtx5080", "5090": "rtx5090", "4070ti": "rtx4070ti", "4060ti-16": "rtx4060ti-16"}
+SAME = {"a100": "a100-40", "v100": "v100-16", "rtx3050": "rtx3050-8", "rtx3080": "rtx3080-10", "1660": "gtx1660"}
+SAME |= {name.removeprefix("rtx"): name for name in SHEETS if name.startswith("rtx")}
+SAME |= {name.removeprefix("rtx"): SAME[name] for name in ("rtx3050", "rtx3080")}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|g|mib)")
 UNITS = {"gib": GIB, "g": GIB, "gb": 10**9, "mib": MIB}
 DEFAULT_SHARE = 0.95  # usable share of a named card; a display or other programs take the rest
@@ -108,10 +123,13 @@ def graph_width(width: int, least: int = GRAPH_PLACES) -> int:
     return -(-width // step) * step
 
 
-# The driver's names that `card_of` cannot derive. A card under another name (laptop, H100 PCIe) has no speed.
+# The driver's names that `card_of` cannot derive. A card under another name (most laptops, H100 PCIe) has no speed, and
+# neither has one whose name does not tell two cards apart (RTX 3050 with 6 and 8 GB, RTX 3080 with 10 and 12 GB).
 DRIVER_NAMES = {
     "tesla p100-pcie-16gb": "p100", "tesla v100-sxm2-16gb": "v100-16", "tesla v100-sxm2-32gb": "v100-32",
-    "nvidia geforce rtx 4060 ti": "rtx4060ti-16", "nvidia a100-sxm4-40gb": "a100-40", "nvidia h100 nvl": "h100-nvl",
+    "nvidia geforce rtx 4060 ti": "rtx4060ti-16",  # of either size: their speeds are the same
+    "nvidia geforce rtx 4060 laptop gpu": "rtx4060-laptop",
+    "nvidia a100-sxm4-40gb": "a100-40", "nvidia h100 nvl": "h100-nvl",
     "nvidia a100-pcie-40gb": "a100-40", "nvidia a100-sxm4-80gb": "a100-80", "nvidia a100 80gb pcie": "a100-80",
     "nvidia h100 80gb hbm3": "h100",
 }

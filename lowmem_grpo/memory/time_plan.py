@@ -22,7 +22,6 @@ from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, PROMPTS, MemoryPlan, RunSet
 from lowmem_grpo.memory.rows import PAGED, recorded, trained_bytes, trained_numbers
 
 # Achieved rate per unit of the data sheet; assumptions, as no committed row measures them.
-GEMM = 0.80e12  # per TFLOP/s, for large matrices in bf16
 MEMORY = 0.90e12  # per TB/s, for a copy
 ATTENTION = 0.35e12  # per TFLOP/s: FlashAttention 2 on Hopper, 350 of 989
 PCIE = 0.85e9  # per GB/s, from pinned memory
@@ -33,10 +32,15 @@ LANES = 128e9  # instructions/s per multiprocessor and GHz: four warps of 32 lan
 LAUNCHES_FORWARD, LAUNCHES_BACKWARD = 36, 88  # per micro-batch; the backward pass recomputes the forward pass
 LAUNCHES_DECODE = {"vllm": 15, "transformers": 18}  # per decode step in a CUDA graph; the second from an H100's profile
 HOST_US_PER_LAUNCH = 140.0  # torch, autograd, our Python, as a micro-batch of few tokens took 0.45 s on an H100's host
-GRAPH_US_PER_LAUNCH = 4.6  # on the card: 2.5 ms of a token's 5.7 in vLLM's small kernels of 36 layers, on an H100
+WAITS = 0.18  # share of the shorter of host and card in a pass that the longer one waits for: with our engine, training
+# took 0.53 s on an H100 where the host took 0.44 s and the card 0.37 s
+GRAPH_US_PER_LAUNCH = 4.6  # on the card: 2.5 ms of a token's 5.7 in vLLM's small kernels of 36 layers, on an H100; with
+# LoRA's and attention's bytes at 64 rows, so it is too much for few rows
 RECORD_SECONDS = 0.15  # per CUDA graph of the transformers engine; an assumption, 0.35 on slow hosts
 EAGER_LAYER_US = 2500.0  # per layer and pass of the transformers engine without a graph; prefill on an H100's host
-SAMPLER_US = {"vllm": 1300.0, "transformers": 200.0}  # per decode step while the card waits for the host; on an H100
+# Per decode step, and per row of it, while the card waits for the host. On an H100 vLLM's token of 64 rows waited 1.3
+# ms; that nearly all of it is work per row is an assumption.
+SAMPLER_US = {"vllm": (150.0, 18.0), "transformers": (200.0, 0.0)}
 SAMPLER_PASSES = 30  # over a decode step's float32 logits: softmax, log-probabilities, drawing; on an H100
 VLLM_PREFILL_US = 230.0  # per layer and pass of vLLM's prefill on the host; an assumption
 HEAD_FACTOR = 1.17  # time of `linear_logprobs` relative to its products, between the estimates 1.15 and 1.19
@@ -44,18 +48,18 @@ BACKWARD_ATTENTION = 2.5  # relative to its forward pass: five products in place
 BACKWARD_ELEMENTWISE = 1.5  # bytes relative to the forward pass: backward reads the forward's inputs and the gradient
 OPTIMIZER_US_PER_TENSOR = 30.0  # norms, clipping, the step; an assumption
 SUM_BYTES_PER_SECOND = 1.2e9  # gradients all-reduced over Gloo: 320 MiB in 0.27 s on 2 cores; NCCL was not measured
-ENGINE_SECONDS = 0.3  # per step, for the engine's sleep and wake-up and for quick rewards; an assumption
+ENGINE_SECONDS = {"vllm": 0.03, "transformers": 0.01}  # per step, for sleep, wake-up and quick rewards; on an H100
+# Seconds per byte that training asks of the driver anew after vLLM's sleep emptied torch's cache: in training, as the
+# 42 GB of a step took 0.064 s more than with our engine, and in sleep, which took 0.044 s more than with small buffers.
+ASKED_ANEW, GIVEN_BACK = 0.064 / 42e9, 0.044 / 42e9
 WORTH = 0.05  # least share of decoding time that 16-bit weights must save to be worth their bytes
 NF4_SHARE = 0.28  # share of its instruction rate that the NF4 kernel reaches from sm_80 on: on an H100, 14336 x 4096
 # takes 34 us for 8 rows and 66 us for 64
 NF4_LAUNCH_US = 3.5  # each matrix takes this much more in the NF4 kernel: a layer of a 3B model takes 69 us at 8 rows
 WEIGHT_READ = 0.72  # share of MEMORY's rate at which products of few rows read 16-bit weights, on an H100
 DECODE_SHARE = 0.82  # the same for other decode kernels, as a share of their bound; an assumption
-# Ratio of measured to planned seconds, by card and phase ("generate", "train"), from rows of bench/results measured on
-# that card; 1 for others. `bench/loop/calibrate_time.py` prints the ratios of the committed rows.
-CALIBRATION: dict[str, dict[str, float]] = {"h100": {"generate": 0.97, "train": 1.31}}
 TAIL = 0.25  # decode steps belong to the tail while fewer than this share of the most sequences in a call still run
-GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies")  # parts of a run's phases
+GENERATE, TRAIN = ("prefill", "decode"), ("forward", "backward", "optimizer", "copies", "memory")  # parts of phases
 ATTENTION_IN, MLP = (*families.SPLIT, *families.FUSED), (*families.GATE_UP, *families.FUSED_GATE_UP, "down_proj")
 Stretch = tuple[float, int, int, float]  # decode steps, running rows, computed rows, mean tokens of a row
 
@@ -123,7 +127,7 @@ class StepTime:
 
     def multiply(self, weights: float, rows: float) -> float:
         """Return the seconds to multiply 16-bit weights with M rows, limited by FLOP or by the weights' bytes."""
-        return max(2 * rows * weights / (self.speed.tflops * GEMM), self.move(2 * weights) / WEIGHT_READ)
+        return max(2 * rows * weights / self.speed.products, self.move(2 * weights) / WEIGHT_READ)
 
     def move(self, size: float) -> float:
         """Return the seconds to move `size` bytes in device memory."""
@@ -176,7 +180,8 @@ class StepTime:
         if self.eager:
             return max(card, shape.layers * EAGER_LAYER_US * 1e-6)
         graph = shape.layers * LAUNCHES_DECODE[settings.engine] * GRAPH_US_PER_LAUNCH
-        return card + (graph + SAMPLER_US[settings.engine]) * 1e-6
+        step, row = SAMPLER_US[settings.engine]
+        return card + (graph + step + row * rows) * 1e-6
 
     def product(self, linear: Linear, rows: int) -> float:
         """Return the seconds to multiply a matrix, or the experts that the rows use at random, with M rows."""
@@ -184,7 +189,7 @@ class StepTime:
         if linear.experts > 1:
             share = 1 - (1 - linear.taken / linear.experts) ** rows
             moved = share * (self.move(2 * linear.weights) + again)
-            return max(2 * rows * linear.passed / (self.speed.tflops * GEMM), moved)
+            return max(2 * rows * linear.passed / self.speed.products, moved)
         if rows <= self.few:
             return self.by_codes(linear, rows)
         return self.multiply(linear.weights, rows) + again
@@ -224,7 +229,7 @@ class StepTime:
         shape = self.shape
         layers = [(count, kind.layer_passes()) for count, kind in self.kinds]
         trained = self.work.sequences * self.work.completion_length
-        head = 4 * trained * shape.vocabulary * shape.hidden / (self.speed.tflops * GEMM) * HEAD_FACTOR
+        head = 4 * trained * shape.vocabulary * shape.hidden / self.speed.products * HEAD_FACTOR
         host = self.micro_batches * shape.layers * HOST_US_PER_LAUNCH * 1e-6
         launches = LAUNCHES_BACKWARD - (1 - self.recomputed) * LAUNCHES_FORWARD
         return {"forward": (sum(count * forward for count, (forward, _) in layers) + head, host * LAUNCHES_FORWARD),
@@ -339,17 +344,16 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
         return TimePlan(work, card, why=f"the plan does not fit {plan.device.name}")
     step = step_of(plan, shape, work)
     passes = step.passes()
-    forward, backward = map(max, passes.values())
-    sampling, training = (CALIBRATION.get(card, {}).get(phase, 1.0) for phase in ("generate", "train"))
-    gradients = trained_bytes(shape, settings)
+    forward, backward = (max(times) + WAITS * min(times) for times in passes.values())
+    gradients, anew = trained_bytes(shape, settings), asked_anew(plan, step)
     seconds = {
-        "prefill": sampling * step.prefill(), "decode": sampling * step.decode(),
-        "forward": training * (work.iterations + work.forward_only) * forward,
-        "backward": training * work.iterations * backward,
-        "optimizer": training * work.updates * step.optimizer(),
-        "copies": training * work.iterations * step.copies(forward, backward),
+        "prefill": step.prefill(), "decode": step.decode(),
+        "forward": (work.iterations + work.forward_only) * forward, "backward": work.iterations * backward,
+        "optimizer": work.updates * step.optimizer(),
+        "copies": work.iterations * step.copies(forward, backward),
+        "memory": ASKED_ANEW * anew,
         **({"ranks": work.updates * gradients / SUM_BYTES_PER_SECOND} if settings.ranks > 1 else {}),
-        "engine": ENGINE_SECONDS,
+        "engine": ENGINE_SECONDS[settings.engine] + GIVEN_BACK * anew,
     }
     stretches = step.stretches()
     tail = [stretch for stretch in stretches if stretch[1] < TAIL * stretches[0][1]]
@@ -358,10 +362,19 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
     return TimePlan(
         work, card, seconds, micro_batches=step.micro_batches, sampled_together=stretches[0][1],
         token_steps=ceil(steps - 1e-6), sampling_bits=FORMS[settings.form].bits if step.quantized else 16,
-        tail_steps=round(last), tail_seconds=sampling * step.token_steps(tail),
+        tail_steps=round(last), tail_seconds=step.token_steps(tail),
         bound={name: "card" if device >= host else "launches" for name, (device, host) in passes.items()},
         step_seconds=sum(seconds.values()), generate_seconds=generate, train_seconds=train,
     )
+
+
+def asked_anew(plan: MemoryPlan, step: StepTime) -> float:
+    """Return the bytes that training asks of the driver in each step: with vLLM that sleeps, all that a micro-batch
+    takes. The plan's rows are for `max_tokens`."""
+    if plan.settings.engine != "vllm" or not plan.settings.sleeps:
+        return 0.0
+    most = sum(row.train for row in plan.rows if not row.rollout and not row.card_only)
+    return most * min(1.0, step.work.places / step.micro_batches / (plan.settings.max_tokens or plan.settings.context))
 
 
 def step_of(plan: MemoryPlan, shape: ModelShape, work: Workload) -> StepTime:

@@ -24,7 +24,7 @@ class RecipeOptions:
     """The options of every recipe, in addition to the fields of GRPOConfig."""
 
     gpu: str = "auto"
-    """The preset: a card size in GB (16, 24, 48, 80), "cpu", or "auto" for the largest size that fits this machine."""
+    """The preset: a card size in GB (8, 16, 24, 48, 80), "cpu", or "auto" for the largest that fits this machine."""
     model: str | None = None
     """A hub model, a folder, or an embedded model ("tiny", "tiny-games", "tiny-talks" or "tiny-inbox"). None: the
     preset's model."""

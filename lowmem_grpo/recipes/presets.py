@@ -16,8 +16,8 @@ from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.utils import GIB
 
 CPU = "cpu"
-SIZES = ("16", "24", "48", "80")  # GB
-OTHER_MODELS = (  # newer models, each of which fits every recipe's preset on every card: `run NAME model=...`
+SIZES = ("8", "16", "24", "48", "80")  # GB
+OTHER_MODELS = (  # newer models, each of which fits every recipe's preset from 16 GB on: `run NAME model=...`
     "HuggingFaceTB/SmolLM3-3B", "Qwen/Qwen3.5-4B", "google/gemma-4-E4B-it", "allenai/Olmo-3-7B-Instruct",
     "mistralai/Ministral-3-8B-Instruct-2512-BF16", "Qwen/Qwen3.5-9B",
 )
@@ -49,7 +49,8 @@ Presets = dict[str, Preset]  # by size in GB, or CPU; a recipe with only a CPU p
 def on_cards(context: int) -> Presets:
     """Return the usual presets for all card sizes, with `context` tokens for prompt and completion together."""
     return {
-        "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
+        **dict.fromkeys(("8", "16"), Preset("Qwen/Qwen2.5-1.5B-Instruct", context, 32, 64,
+                                            {"optim": "paged_adamw_8bit"})),
         "24": Preset("Qwen/Qwen2.5-3B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
         "48": Preset("Qwen/Qwen2.5-7B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
         "80": Preset("meta-llama/Llama-3.1-8B-Instruct", context, 64, 128, {"optim": "adamw_8bit"}),

@@ -12,18 +12,23 @@ from bench.common.public_code import latest, ran
 from bench.common.rows import read_rows
 from lowmem_grpo import SamplingParams
 from lowmem_grpo.memory.cards import MOST_SEQUENCES, device, engine_of
-from lowmem_grpo.memory.model_shape import named_config
-from lowmem_grpo.memory.plan import PROMPTS, RunSettings
-from lowmem_grpo.memory.planner import max_context
+from lowmem_grpo.memory.model_shape import ModelShape, named_config
+from lowmem_grpo.memory.plan import PROMPTS, RunSettings, Workload
+from lowmem_grpo.memory.planner import max_context, plan
+from lowmem_grpo.memory.time_plan import sampled_together
 from lowmem_grpo.recipes.arithmetic import make_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PLAN = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
 HISTORY = ROOT / "CHANGELOG.md"  # links to pages as they were called at the time
 PAGES = [*sorted({*ROOT.glob("*.md")} - {HISTORY}), *sorted((ROOT / "docs").glob("*.md")),
          ROOT / "notebooks" / "README.md", ROOT / "bench" / "README.md"]
 ANSWERS = 8  # completions of a prompt
-COLUMNS = ("rtx3060", "t4", "rtx4090", "a100-80")
+ENGINES = {"vllm": "vLLM", "transformers": "our own"}
+COLUMNS = ("rtx4060", "rtx3060", "t4", "rtx4090", "a100-80")
+SMALL = ("gtx1660", "rtx3050-6", "rtx4060", "rtx3080-10")
+SMALL_MODELS = ("Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen3-4B", "Qwen2.5-7B", "Llama-3.1-8B")
 SHAPES = {"Qwen2.5-7B": "qwen2.5-7b", "Llama-3.1-8B": "llama-3.1-8b", "Phi-4 (14B)": "phi-4-14b",
           "Llama-3.3-70B": "llama-3.3-70b"}
 TINY = {  # what makes the cell small enough for a test
@@ -70,6 +75,29 @@ def test_the_table_of_cards_says_what_the_planner_says(model: str) -> None:
     found = [max_context(named_config(SHAPES[model]), replace(asked, engine=engine_of(card)), card)
              for card in map(device, COLUMNS)]
     assert row.split(" | ")[1:] == [f"{tokens:,}" if tokens else "-" for tokens in found[:-1]] + [f"{found[-1]:,} |"]
+
+
+@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.every(3)
+def test_the_table_of_small_cards_says_how_many_completions_the_plan_samples_together(
+    model: str, engine: str
+) -> None:
+    (row,) = [line for line in PLAN.splitlines() if line.startswith(f"| {model} | {ENGINES[engine]} |")]
+    found = [cell(model.lower(), engine, card) if engine in ("transformers", engine_of(device(card))) else ""
+             for card in SMALL]
+    assert row.strip("| ").split(" | ")[2:] == found
+
+
+def cell(shape: str, engine: str, card: str) -> str:
+    """Return the completions that are sampled together with sequences of 640 and of 2,048 tokens."""
+    config, found = named_config(shape), []
+    for context in (640, 2048):
+        asked = RunSettings(context, ANSWERS, engine=engine, completions_per_step=64, sequences=64)
+        chosen = plan(config, asked, device(card))
+        together = sampled_together(chosen, ModelShape.from_config(config), Workload.within(context, PROMPTS, ANSWERS))
+        found.append(str(min(together, 64)) if chosen.fits else "-")
+    return f"{found[0]}, {found[1]}" if found[0] != found[1] else found[0]
 
 
 @every_row("page", PAGES)

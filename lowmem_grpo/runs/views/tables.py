@@ -144,6 +144,7 @@ def part_text(part: str, time: TimePlan) -> str:
         "backward": "the same again, and what is recomputed" + waits.get("backward", ""),
         "optimizer": "one step on the adapters",
         "copies": "layer inputs to the host and back, where no computation hides them",
+        "memory": "asking the driver for what vLLM's sleep gave back",
         "ranks": "the gradients of all cards, added up (as measured on a host, an assumption)",
         "engine": "falling asleep and waking, and quick rewards (an assumption)",
     }[part]

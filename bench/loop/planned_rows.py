@@ -1,0 +1,75 @@
+"""Print the table of docs/plan.md that compares planned seconds with those of all committed rows of our providers on a
+known card.
+
+    python -m bench.loop.planned_rows
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from bench.common.rows import RESULTS, read_rows
+from bench.common.targets import OURS
+from bench.loop.inputs import loop_shape
+from bench.rollout.shapes import LORA_RANK, SHAPES, Shape
+from lowmem_grpo.memory import cards
+from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.plan import RunSettings, Workload
+from lowmem_grpo.memory.planner import plan
+from lowmem_grpo.memory.time_plan import TimePlan, plan_time
+
+HEAD = """| run | model, engine, layers | sampling | training | rest | step |
+|---|---|---|---|---|---|"""
+OWN = f"{OURS}_transformers"  # the provider with our own engine, which sampled in 4 bits in all rows
+PARTS = {"sampling": ("generate",), "training": ("train", "optimizer")}  # a phase: the phases of a row
+
+
+def planned(size: Shape, card: str, engine: str, **settings: Any) -> TimePlan:
+    """Return the planned seconds of a step with random weights, all completions being equally long."""
+    config = {"model_type": "llama", **size.config}
+    asked = RunSettings(size.context, size.n, LORA_RANK, completions_per_step=size.sequences, engine=engine,
+                        sequences=size.sequences, optim="adamw_torch_fused", **settings)
+    work = Workload(size.prompts, size.n, size.prompt_tokens, size.completion_tokens, size.completion_tokens)
+    chosen = plan(config, asked, cards.device(card))
+    if engine == "vllm":  # which slept in all rows
+        chosen = replace(chosen, settings=replace(chosen.settings, sleeps=True))
+    return plan_time(chosen, ModelShape.from_config(config), work)
+
+
+def of_loop(row: dict[str, Any], card: str) -> list[str]:
+    """Return the cells of a whole step. A row with layer inputs on the host recomputed all layers."""
+    own, again = row["provider"] == OWN, bool(row["planned"]["host_bytes"])
+    time = planned(loop_shape(row["shape"], row["prompts"]), card, "transformers" if own else "vllm",
+                   checkpointing="offload" if again else "auto", sampling_weights="4bit" if own else None)
+    found = {phase: sum(row["phases"][part] for part in parts) for phase, parts in PARTS.items()}
+    wanted = {"sampling": time.generate_seconds or 0.0, "training": time.train_seconds or 0.0}
+    found["rest"], wanted["rest"] = (total - sum(each.values()) for total, each in (
+        (row["seconds"], found), (time.step_seconds or 0.0, wanted)))
+    found["step"], wanted["step"] = row["seconds"], time.step_seconds or 0.0
+    case = f"3B, {'our engine in 4 bits' if own else 'vLLM'}, {'recomputed' if again else 'kept'}"
+    return [row["run"], case, *(seconds(found[phase], wanted[phase]) for phase in found)]
+
+
+def of_rollout(row: dict[str, Any], card: str) -> list[str]:
+    """Return the cells of sampling alone, in 4 bits; a row's p50 is tokens per second."""
+    time = planned(SHAPES[row["shape"]], card, "vllm", checkpointing="auto", sampling_weights="4bit")
+    return [row["run"], "8B, vLLM in 4 bits", seconds(row["tokens"] / row["p50"], time.generate_seconds or 0.0),
+            "", "", ""]
+
+
+def seconds(found: float, wanted: float) -> str:
+    return f"{found:.2f} / {wanted:.2f} = {found / wanted:.2f}"
+
+
+def table() -> str:
+    """Return the table, in the order of the rows."""
+    lines: list[list[str]] = []
+    for name, compare in (("loop", of_loop), ("rollout", of_rollout)):
+        for row in read_rows(RESULTS / f"{name}.jsonl"):
+            card = cards.card_of(row.get("gpu") or "")
+            if card is not None and row["provider"] in (OURS, OWN):
+                lines.append(compare(row, card))
+    return "\n".join([HEAD, *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
+if __name__ == "__main__":
+    print(table())
