@@ -2,9 +2,9 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -17,20 +17,24 @@ from lowmem_grpo.data.prompt_inputs import calls_of, encoded
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.engines.request_output import LoraRequest, OutputProcessor, RequestOutput, as_request
+from lowmem_grpo.memory.layer_forms import FP8
 from lowmem_grpo.memory.offload.activations import AUTO, checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs
-from lowmem_grpo.models.export.saving import Saving
+from lowmem_grpo.models.export.model_card import ADAPTER as OF_ADAPTER
+from lowmem_grpo.models.export.model_card import History, card_text
+from lowmem_grpo.models.export.saving import LORA, Saving
 from lowmem_grpo.models.fp8_layers import form_in_fp8
 from lowmem_grpo.models.lean_modules import check_tile, make_lean
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import check_config, check_targets
 from lowmem_grpo.models.policy import Policy, end_ids, evaluating
 from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, tokenizer_beside
-from lowmem_grpo.models.quantized_linear import linears_in_4bit
+from lowmem_grpo.models.quantized_linear import form_of, linears_in_4bit
 from lowmem_grpo.runs.adapter_file import PREFIX, check_for, layers_of, read_adapter, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
-from lowmem_grpo.runs.files import explained
+from lowmem_grpo.runs.files import explained, write_card
 from lowmem_grpo.runs.saved_adapter import AdapterError, BaseRecord, base_of_adapter, check_base
+from lowmem_grpo.runs.state import TrainerState
 
 logger = logging.getLogger(__name__)
 SAVED_ADAPTER = "fast_generate"  # PEFT's name of a saved adapter that is loaded for sampling
@@ -54,6 +58,7 @@ class Loaded:
     sha256: str | None = None  # of the model's GGUF file, if it was loaded from one
     stop_ids: tuple[int, ...] = ()  # end tokens of the last training besides the usual ones
     lora_arguments: dict[str, Any] | None = None  # those of get_peft_model, if it was called
+    runs: list[tuple[Callable[[], Any], TrainerState]] = field(default_factory=list)  # facts and state of trainers
 
 
 class FastGeneration(Saving):
@@ -177,15 +182,34 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
     def write_adapter(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
         """Write what `save_pretrained` writes."""
         super().save_pretrained(save_directory, *args, **kwargs)
-        base: Any = self.get_base_model()
-        held, in_fp8 = next(linears_in_4bit(base), None), form_in_fp8(base)
-        dtype = base.get_input_embeddings().weight.dtype if held is None else held.weight.quant_state.dtype
-        BaseRecord(self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision,
-                   in_fp8, self.loaded.sha256).write(Path(save_directory))
+        self.base_record().write(Path(save_directory))
         if ADAPTER in (kwargs.get("selected_adapters") or [ADAPTER]):  # a server's clients use the base's tokenizer
             self.loaded.tokenizer.save_pretrained(save_directory)
+            base: Any = self.get_base_model()
             ends = {*end_ids(base.generation_config, self.loaded.tokenizer), *self.loaded.stop_ids}
             GenerationConfig(eos_token_id=sorted(ends) or None).save_pretrained(save_directory)
+
+    def base_record(self) -> BaseRecord:
+        """Return which base model the adapter has, and how its weights are held."""
+        base: Any = self.get_base_model()
+        held, in_fp8 = next(linears_in_4bit(base), None), form_of(base) == FP8 and form_in_fp8(base)
+        dtype = base.get_input_embeddings().weight.dtype if held is None else held.weight.quant_state.dtype
+        return BaseRecord(self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision,
+                          in_fp8, self.loaded.sha256)
+
+    def card(self, kind: str = OF_ADAPTER, data: str | None = None, **more: Any) -> str:
+        """Return the text of a README.md for the active adapter, or for what it is merged into."""
+        history = History.of_runs(((facts(), state.log_history) for facts, state in self.loaded.runs), data)
+        return card_text(kind, self.base_record(), self.peft_config[self.active_adapter].to_dict(), history, **more)
+
+    def create_or_update_model_card(self, output_dir: str) -> None:
+        """Write README.md, as PEFT's method of this name does whenever it saves. One of another hand stays."""
+        write_card(Path(output_dir), self.card())
+
+    def push_to_hub(self, repo_id: str, token: str | bool | None = None, private: bool | None = None,
+                    commit_message: str | None = None, api: Any = None, **options: Any) -> str:
+        """Upload what `save_lora` writes, as `push_to_hub_merged` does with save_method="lora"."""
+        return self.push_to_hub_merged(repo_id, None, LORA, token, private, commit_message, api, **options)
 
     def take_up(self, folder: Path, tokenizer: Any) -> None:
         """Use the end tokens saved with an adapter in `folder`, if any, and its `tokenizer` (None: none was saved)."""

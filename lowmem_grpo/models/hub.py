@@ -1,5 +1,6 @@
 """Upload exported folders to the Hugging Face hub, and find models and datasets there, through huggingface_hub."""
 
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import constants, errors
 
+from lowmem_grpo.runs.files import CARD, has_own_card
 from lowmem_grpo.utils import is_gguf
 
+logger = logging.getLogger(__name__)
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 LISTED = 8  # folders in a message
 SECONDS = 4.0  # to wait for the hub, unless HF_HUB_ETAG_TIMEOUT is set
@@ -52,7 +55,11 @@ def push(folder: Path, repo: str, private: bool = True, api: Any = None, message
     api = api or client()
     try:
         api.create_repo(repo_id=repo, private=private, exist_ok=True)
-        commit = api.upload_folder(folder_path=str(folder), repo_id=repo,
+        left = [CARD] if has_own_card(folder) and api.file_exists(repo, CARD) and not has_own_card(
+            Path(api.hf_hub_download(repo, CARD)).parent) else None
+        if left:
+            logger.warning("README.md of %s was written by somebody and stays; `hf upload` replaces it", repo)
+        commit = api.upload_folder(folder_path=str(folder), repo_id=repo, ignore_patterns=left,
                                    commit_message=message or "Model trained with lowmem-grpo")
     except Exception as error:  # as above
         raise HubError(f"the hub did not take {repo}: {first_line(error)}. The files in {folder} are complete: run "

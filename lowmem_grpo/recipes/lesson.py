@@ -19,6 +19,7 @@ from lowmem_grpo.rewards import RewardCheck, check
 from lowmem_grpo.rollout.assessment import answer, rows_of
 from lowmem_grpo.runs.accuracy import Answers, changed_first
 from lowmem_grpo.runs.accuracy import compared as difference
+from lowmem_grpo.runs.files import write_card
 from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.runs.saved_adapter import last_good
 from lowmem_grpo.runs.views.console import any_console, print_accuracy, print_line, print_samples
@@ -105,7 +106,7 @@ def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
         print_line(console, f"{trainer.run_dir} is finished: {made}; raise max_steps to go on")
         return trainer
     before = measured(model, setup, lesson, None)
-    trainer.told = {"recipe": lesson.name, "right": getattr(lesson.right, "__name__", None), **lesson.facts}
+    trainer.told |= {"recipe": lesson.name, "right": getattr(lesson.right, "__name__", None), **lesson.facts}
     if before is not None:
         trainer.told |= {"eval_problems": len(before.texts), "accuracy_before": before.accuracy}
         trainer.told |= dict.fromkeys(("accuracy_after", "difference", "samples"))  # not known before the end
@@ -119,7 +120,10 @@ def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
     if result.finished:
         after = measured(model, setup, lesson, model.current_lora())
         if before is not None and after is not None:
-            update_summary(trainer, compared(lesson, before, after, console))
+            trainer.told |= compared(lesson, before, after, console)
+            update_summary(trainer, trainer.told)
+            if trainer.records.writes:
+                write_card(trainer.run_dir / FINAL, trainer.model.card())  # now with the answers
         made, seconds = count_text(result.global_step, "step"), trainer.state.elapsed
         last = f"{made} in {seconds:.0f} s; report: {trainer.run_dir}/report.html"
     print_line(console, last)

@@ -2,6 +2,7 @@
 system does not know (network and shared folders, FUSE, Windows) is done without, and said once in a run (LOST)."""
 
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
+CARD = "README.md"
 ABSENT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.ENOTTY, errno.EPERM}
 OF_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 LOST = {  # what a file system may not know, and what is lost by it
@@ -220,3 +222,28 @@ def lock_file(path: Path) -> int:
     os.close(file)
     raise OSError(f"{path.parent} is on a file system without locks, by which a server knows what runs: give --folder "
                   "one on a local disk")
+
+
+# Cards
+
+
+def write_card(folder: Path, text: str) -> None:
+    """Write README.md, with a hash of its text below, unless the folder has one of another hand: then log a warning."""
+    path = folder / CARD
+    folder.mkdir(parents=True, exist_ok=True)
+    if has_own_card(folder):
+        path.write_text(f"{text}\n<!-- lowmem-grpo {digest(text)} -->\n", "utf-8")
+    else:
+        logger.warning("%s was written or changed by somebody and stays; delete it to have a new one", path)
+
+
+def has_own_card(folder: Path) -> bool:
+    """Return whether a folder has no README.md, or one that `write_card` wrote and nobody changed."""
+    if not (folder / CARD).exists():
+        return True
+    text, _, mark = (folder / CARD).read_text("utf-8", "replace").rpartition("\n<!-- lowmem-grpo ")
+    return mark == f"{digest(text)} -->\n"
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -232,14 +233,25 @@ def update_summary(trainer: Any, entries: dict[str, Any]) -> None:
 
 def describe_run(trainer: Any, status: str) -> dict[str, Any]:
     """Return the description of the run for summary.json, in plain values."""
-    state, method = trainer.state, {} if trainer.method is None else {"method": trainer.method}
-    loaded = trainer.model.loaded
+    state, loaded = trainer.state, trainer.model.loaded
     file = {"model_sha256": loaded.sha256} if loaded.sha256 else {}
     return {"status": status, "model": loaded.name, **file, "seed": trainer.args.seed,
-            "steps": state.global_step, "train_seconds": state.elapsed, "skipped_rows": dict(trainer.source.skipped),
-            "best_checkpoint": state.best_model_checkpoint,
-            "machine": describe_machine(trainer.model, trainer.policy.device), "config": trainer.args.to_dict(),
-            **({"max_steps": state.max_steps} if trainer.source.dataset else {}), **trainer.told, **method}
+            "skipped_rows": dict(trainer.source.skipped), "best_checkpoint": state.best_model_checkpoint,
+            "machine": describe_machine(trainer.model, trainer.policy.device),
+            **({"max_steps": state.max_steps} if trainer.source.dataset else {}), **trainer.facts()}
+
+
+def run_facts(args: Any, state: TrainerState, told: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Return what summaries and model cards say of a run. The trainer is no argument, as a model keeps this call, and
+    would keep the optimizer too."""
+    return {"steps": state.global_step, "train_seconds": state.elapsed, "config": args.to_dict(), **told, **more}
+
+
+def fixed_facts(method: str | None, dataset: Any) -> dict[str, Any]:
+    """Return the kind of training, and the hub's datasets from which the rows are, as `datasets` noted them."""
+    read = getattr(getattr(dataset, "info", None), "download_checksums", None) or {}
+    names = sorted({match[1] for url in read if (match := re.match(r"hf://datasets/([^/@]+/[^/@]+)@", url))})
+    return {**({"method": method} if method else {}), **({"datasets": names} if names else {})}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from lowmem_grpo.rollout.replay import ReplayBuffer
 from lowmem_grpo.runs.listeners import Callbacks, make_sinks
 from lowmem_grpo.runs.state import Interrupt, TrainerControl, TrainOutput, mean_of
 from lowmem_grpo.runs.views.live import LiveView
-from lowmem_grpo.trainer.lifecycle import FirstSteps, Journal, running, signals_after_steps
+from lowmem_grpo.trainer.lifecycle import FirstSteps, Journal, fixed_facts, run_facts, running, signals_after_steps
 from lowmem_grpo.trainer.parts import TrainerParts
 from lowmem_grpo.trainer.preflight.checks import before_training, check_ranks_agree, preflight
 from lowmem_grpo.trainer.saver import Saver
@@ -67,6 +67,9 @@ class Trainer:
         self.callbacks = Callbacks([*views, *own, *(callbacks or [])])
         self.journal = Journal(self.state, self.records, self.args, parts.alarms if leads else None, leads)
         self.saver = Saver(parts, replay, list(self.rewards))
+        self.facts = partial(run_facts, parts.args, parts.state, self.told,
+                             fixed_facts(self.method, getattr(self, "given_rows", None)))
+        self.model.loaded.runs.append((self.facts, parts.state))
         check_best_metric(self.args.best_metric, self.eval_sets, self.evaluation_names(), self.may_measure)
         self.args.name_best()
         self.notify("on_init_end")

@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 from lowmem_grpo.models import hub
+from lowmem_grpo.runs.files import write_card
 from lowmem_grpo.runs.records import replace_text
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.utils import UnsupportedError, time_text
@@ -204,27 +205,19 @@ class TrlApi(Trainer):
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None,
                           tags: Any = None, **_: Any) -> None:
-        """Write README.md into output_dir: what was trained, on what, and for how long."""
-        listed = "".join(f"- {tag}\n" for tag in ([tags] if isinstance(tags, str) else tags or []))
-        name = model_name or self.run_dir.resolve().name
-        replace_text(self.run_dir / "README.md", (
-            f"---\nbase_model: {self.model.loaded.name}\nlibrary_name: peft\ntags:\n- lowmem-grpo\n- lora\n{listed}"
-            f"---\n\n# {name}\n\nA LoRA adapter of {self.model.loaded.name}, trained with lowmem-grpo for "
-            f"{self.state.global_step} steps{f' on {dataset_name}' if dataset_name else ''} "
-            f"({time_text(self.state.elapsed)}).\n"
-        ))
+        """Write README.md into output_dir: what was trained, on what, and for how long. One of another hand stays."""
+        write_card(self.run_dir, self.model.card(title=model_name, data=dataset_name, tags=tags))
 
     def push_to_hub(self, commit_message: str | None = None, blocking: bool = True, token: str | None = None,
                     revision: str | None = None, private: bool = True, dataset_name: str | None = None,
-                    **card: Any) -> str:
+                    model_name: str | None = None, tags: Any = None, **_: Any) -> str:
         """Upload the adapter, the tokenizer and a card to `hub_model_id`; return the address of the commit. The files
         stay in output_dir/adapter. HubError if the hub refuses. `blocking` has no effect."""
         if revision is not None:
             raise ValueError(f"revision is {revision!r}; only the main branch is written, leave it out")
         folder = self.run_dir / "adapter"
         self.save_model(str(folder))
-        self.create_model_card(dataset_name=dataset_name, tags=card.get("tags"))
-        (folder / "README.md").write_text((self.run_dir / "README.md").read_text("utf-8"), "utf-8")
+        write_card(folder, self.model.card(title=model_name, data=dataset_name, tags=tags))
         self.notify("on_push_begin")
         return hub.push(folder, hub.full_name(self.hub_model_id, token), private, hub.client(token), commit_message)
 

@@ -120,7 +120,7 @@ def test_what_scripts_do_after_training_works(grpo: GRPOTrainer, tmp_path: Path,
     grpo.save_metrics("train", {"loss": 1.0})
     assert '"loss": 1.0' in (grpo.run_dir / "all_results.json").read_text()
     grpo.create_model_card(dataset_name="mine", tags=["maths"])
-    assert "on mine" in (grpo.run_dir / "README.md").read_text()
+    assert "- data: mine\n" in (grpo.run_dir / "README.md").read_text()
     grpo.log({"mine": 1.0})
     assert grpo.state.log_history[-1] == {"step": 1, "epoch": grpo.state.epoch, "mine": 1.0}
     grpo.accelerator.print("done")
@@ -148,7 +148,7 @@ def test_an_upload_goes_to_the_named_repository(grpo: GRPOTrainer, monkeypatch: 
         return "the address"
 
     api = SimpleNamespace(whoami=lambda: {"name": "me"}, create_repo=lambda **options: sent.update(options),
-                          upload_folder=upload)
+                          upload_folder=upload, file_exists=lambda repo, name: False)
     monkeypatch.setattr(hub, "client", lambda token=None: api)
     assert grpo.push_to_hub("Trained", dataset_name="mine") == "the address"
     assert (sent["repo_id"], sent["commit_message"], sent["private"]) == (f"me/{grpo.run_dir.name}", "Trained", True)

@@ -138,7 +138,7 @@ class Unreachable:
     def whoami(self) -> Any:
         raise RuntimeError("[Errno -2] Name or service not known\nwith fifty more lines")
 
-    create_repo = upload_folder = lambda self, **_: Unreachable.whoami(self)
+    create_repo = upload_folder = file_exists = lambda self, **_: Unreachable.whoami(self)
 
 
 def test_an_upload_without_a_network_is_one_line_that_says_where_the_adapter_lies(tmp_path: Path) -> None:

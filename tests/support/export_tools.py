@@ -76,9 +76,16 @@ def llama_cpp(folder: Path, script: str) -> Path:
 class StubHub:
     """Stands in for huggingface_hub.HfApi."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None, card: Path | None = None) -> None:
+        """`card` is the README.md that the repository has already."""
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.error = error
+        self.error, self.card = error, card
+
+    def file_exists(self, _repo: str, name: str) -> bool:
+        return name == "README.md" and self.card is not None
+
+    def hf_hub_download(self, _repo: str, _name: str) -> str:
+        return str(self.card)
 
     def create_repo(self, **given: Any) -> None:
         self.calls.append(("create_repo", given))

@@ -16,17 +16,26 @@ from peft.utils.save_and_load import load_peft_weights
 from safetensors import safe_open
 
 from lowmem_grpo.config.loading import form_of_weights
-from lowmem_grpo.models.export import gguf
+from lowmem_grpo.models.export import gguf, model_card
 from lowmem_grpo.models.export.base_weights import empty_model, stored_weights, tensor_files
 from lowmem_grpo.models.export.folder import Exported, ExportError, new_folder
 from lowmem_grpo.models.export.merge import read_pairs
-from lowmem_grpo.models.export.merged import DTYPES, Merge, adapter_logits, live_merge, output_dtype, write_folder
+from lowmem_grpo.models.export.merged import (
+    DTYPES,
+    Merge,
+    adapter_logits,
+    live_card,
+    live_merge,
+    output_dtype,
+    write_folder,
+)
 from lowmem_grpo.models.gguf_file import digest_of
 from lowmem_grpo.models.hub import check_repo, model_folder, push
 from lowmem_grpo.models.policy import end_ids
 from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside
 from lowmem_grpo.models.stored_model import resolve
 from lowmem_grpo.runs.adapter_file import check_patterns, layers_of, lora_config, read_adapter
+from lowmem_grpo.runs.files import CARD, write_card
 from lowmem_grpo.runs.saved_adapter import (
     ADAPTER_FILE,
     BASE_FILE,
@@ -40,7 +49,7 @@ from lowmem_grpo.utils import PATH, is_gguf
 
 FORMATS = ("adapter", "merged", "gguf")
 COMPUTED = ("float32", *DTYPES)  # compute dtypes of a run
-ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, "README.md", "generation_config.json")
+ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, CARD, "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -77,11 +86,14 @@ def export(run: Path | str, kind: str, out: Path | str, settings: ExportSettings
     done = Exported(out, kind, adapter.note, None)
     with new_folder(done, overwrite, adapter.folder) as temp:
         if kind == "adapter":
-            export_adapter(adapter, temp, done)
-        elif kind == "merged":
-            export_merged(adapter, settings, temp, done)
-        elif converter is not None:
-            export_gguf(adapter, settings, converter, temp, done)
+            record = export_adapter(adapter, temp, done)
+        elif converter is None:
+            record = export_merged(adapter, settings, temp, done)
+        else:
+            record = export_gguf(adapter, settings, converter, temp, done)
+        if not (temp / CARD).exists():
+            lora, history = adapter_settings(adapter.folder), model_card.History.of_card(adapter.folder)
+            write_card(temp, model_card.card_text(kind, record, lora, history))
     if repo is not None:
         done.address = push(out, repo, private, api)
     return done
@@ -101,7 +113,7 @@ def check_choices(kind: str, settings: ExportSettings) -> None:
         raise ExportError(f"device is {settings.device!r}; allowed are cpu, cuda, cuda:0, cuda:1, ...")
 
 
-def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
+def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> BaseRecord:
     """Copy the adapter's files and read them back with PEFT. ExportError if the tensors differ."""
     _, tensors = read_adapter(adapter.folder)
     for name in ADAPTER_FILES:
@@ -109,16 +121,19 @@ def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> None:
             shutil.copyfile(adapter.folder / name, temp / name)
     if tokenizer := tokenizer_beside(adapter.folder):
         tokenizer.save_pretrained(temp)
-    done.base = base_of_adapter(adapter.folder).model
+    record = base_of_adapter(adapter.folder)
+    done.base = record.model
     PeftConfig.from_pretrained(str(temp))
     read = load_peft_weights(str(temp), device="cpu")
     if tensors.keys() != read.keys() or not all(torch.equal(tensors[name], read[name]) for name in tensors):
         raise ExportError(f"PEFT read back other tensors than {adapter.folder} holds")
     done.checks = {"layers": len(layers_of(tensors)), "tensors_equal": len(read)}
+    return record
 
 
-def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> None:
-    """Merge a saved adapter into the stored base. Only a small model is loaded, to compare its logits."""
+def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> BaseRecord:
+    """Merge a saved adapter into the stored base, and return which that is. Only a small model is loaded, to compare
+    its logits."""
     pairs = read_pairs(adapter.folder)
     record = settled(base_of_adapter(adapter.folder), settings, adapter.folder)
     name, form = str(record.model), form_of_weights(record.load_in_4bit, False, record.load_in_fp8)
@@ -139,13 +154,15 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
     merge = Merge(weights, pairs, dtype, config, generation, tokenizer, ends, device,
                   lambda: adapter_logits(stored, adapter.folder, computed, device, form))
     write_folder(merge, temp, done)
+    return record
 
 
 def export_gguf(adapter: RunAdapter, settings: ExportSettings, converter: gguf.Converter, temp: Path,
-                done: Exported) -> None:
+                done: Exported) -> BaseRecord:
     """Merge a saved adapter into a temporary folder and convert that to a GGUF file."""
-    export_merged(adapter, settings, temp / "merged", done)
+    record = export_merged(adapter, settings, temp / "merged", done)
     convert_merged(converter, temp / "merged", [settings.gguf_type], done)
+    return record
 
 
 def save_gguf(model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp: Path | None, overwrite: bool,
@@ -158,6 +175,7 @@ def save_gguf(model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp
     with new_folder(done, overwrite) as temp:
         write_folder(merge, temp / "merged", done)
         convert_merged(converter, temp / "merged", kinds, done)
+        write_card(temp, live_card(model, model_card.GGUF, name))
     return done
 
 

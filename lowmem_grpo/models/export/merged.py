@@ -25,8 +25,11 @@ from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models.export.base_weights import Weight, empty_model, live_weights, tensor_files
 from lowmem_grpo.models.export.folder import Exported, ExportError, check_disk, new_folder
 from lowmem_grpo.models.export.merge import LoraPair, MergeError, check_merged, live_pairs, size_of, write_merged
+from lowmem_grpo.models.export.model_card import MERGED, card_text
 from lowmem_grpo.models.policy import end_ids, evaluating
 from lowmem_grpo.models.pretrained import Pretrained, compute_in, fix_frequencies
+from lowmem_grpo.runs.files import write_card
+from lowmem_grpo.runs.saved_adapter import BaseRecord
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +65,14 @@ def save_merged(model: Any, out: Path, tokenizer: Any, dtype: str | None, overwr
     merge, done = live_merge(model, tokenizer, dtype), Exported(out, "merged", "a loaded model", name)
     with new_folder(done, overwrite) as temp:
         write_folder(merge, temp, done)
+        write_card(temp, live_card(model, MERGED, name))
     return done
+
+
+def live_card(model: Any, kind: str, name: str | None) -> str:
+    """Return the card of a loaded model, with its adapter merged if it has one."""
+    text: str = model.card(kind) if hasattr(model, "card") else card_text(kind, BaseRecord(name))
+    return text
 
 
 def live_merge(model: Any, tokenizer: Any, dtype: str | None) -> Merge:

@@ -24,7 +24,7 @@ from lowmem_grpo.memory.oom import BatchLimit
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import Scope
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.runs.files import flush, move, remove, removed_after
+from lowmem_grpo.runs.files import CARD, flush, move, remove, removed_after
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.server.requests import Body
 from lowmem_grpo.server.tinker.datum import Pass
@@ -238,7 +238,9 @@ class Adapters:
         """Write the factors in PEFT's format, flushed to the disk before this returns."""
         name, aside = self.held[model_id].adapter, folder.with_name(f"{folder.name}.new")
         with removed_after(aside):
-            self.model.save_pretrained(str(aside), selected_adapters=[name])
+            with self.active(model_id):  # the card tells of the active adapter
+                self.model.save_pretrained(str(aside), selected_adapters=[name])
+            move(aside / CARD, aside / name / CARD)
             for path in (aside / name).iterdir():
                 flush(path)
             remove(folder)
