@@ -1,6 +1,7 @@
 """Loading: 16 bit and NF4 on the CPU, LoRA, and a plain word for everything that cannot be honoured."""
 
 import json
+import logging
 import os
 import select
 import subprocess
@@ -27,6 +28,19 @@ from lowmem_grpo.fast_model import BareModel, FastPeftModel
 from lowmem_grpo.models.policy import Policy
 
 CONTEXT = 128
+
+
+@pytest.mark.parametrize(("level", "seen"), [(logging.WARNING, ["another"]), (logging.INFO, ["Failed", "another"])])
+def test_the_kernel_that_bitsandbytes_misses_is_named_only_to_whoever_lowered_the_level(
+    level: int, seen: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(level)
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "No module named 'kernels'")
+    logger.warning("another")
+    assert [text.split()[0] for text in caplog.messages] == seen
+    file = Path(bitsandbytes.__file__).parent / "backends" / "cpu" / "ops.py"
+    assert "gemm_4bit_forward from kernels-community" in file.read_text(), "the line has moved, and is shown again"
 
 
 def load(four_bit: bool = False, **options: Any) -> BareModel:
