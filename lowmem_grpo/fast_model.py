@@ -21,7 +21,7 @@ from lowmem_grpo.memory.layer_forms import FP8
 from lowmem_grpo.memory.offload.activations import AUTO, checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs
 from lowmem_grpo.models.export.model_card import ADAPTER as OF_ADAPTER
-from lowmem_grpo.models.export.model_card import History, card_text
+from lowmem_grpo.models.export.model_card import PastRuns, card_text
 from lowmem_grpo.models.export.saving import LORA, Saving
 from lowmem_grpo.models.fp8_layers import form_in_fp8
 from lowmem_grpo.models.lean_modules import check_tile, make_lean
@@ -199,7 +199,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
 
     def card(self, kind: str = OF_ADAPTER, data: str | None = None, **more: Any) -> str:
         """Return the text of a README.md for the active adapter, or for what it is merged into."""
-        history = History.of_runs(((facts(), state.log_history) for facts, state in self.loaded.runs), data)
+        history = PastRuns.of_runs(((facts(), state.log_history) for facts, state in self.loaded.runs), data)
         return card_text(kind, self.base_record(), self.peft_config[self.active_adapter].to_dict(), history, **more)
 
     def create_or_update_model_card(self, output_dir: str) -> None:

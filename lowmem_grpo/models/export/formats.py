@@ -92,7 +92,7 @@ def export(run: Path | str, kind: str, out: Path | str, settings: ExportSettings
         else:
             record = export_gguf(adapter, settings, converter, temp, done)
         if not (temp / CARD).exists():
-            lora, history = adapter_settings(adapter.folder), model_card.History.of_card(adapter.folder)
+            lora, history = adapter_settings(adapter.folder), model_card.PastRuns.of_card(adapter.folder)
             write_card(temp, model_card.card_text(kind, record, lora, history))
     if repo is not None:
         done.address = push(out, repo, private, api)

@@ -31,7 +31,7 @@ Run = tuple[Mapping[str, Any], list[dict[str, Any]]]  # as in summary.json and m
 
 
 @dataclass(frozen=True)
-class History:
+class PastRuns:
     """What a card says of the runs that trained an adapter."""
 
     tags: list[str] = field(default_factory=list)
@@ -59,13 +59,13 @@ class History:
         return cls(card.data.tags or [], card.data.datasets or [], f"{mark}{text}".strip())
 
 
-def card_text(kind: str, base: BaseRecord, lora: Mapping[str, Any] | None = None, history: History | None = None,
+def card_text(kind: str, base: BaseRecord, lora: Mapping[str, Any] | None = None, history: PastRuns | None = None,
               title: str | None = None, tags: str | Iterable[str] | None = None) -> str:
     """Return the card of an ADAPTER, of a MERGED model or of a GGUF file. `lora` has the fields of adapter_config.json.
     """
     from huggingface_hub import ModelCardData
 
-    history, name = history or History(), shown(base.model)
+    history, name = history or PastRuns(), shown(base.model)
     kinds = ["lowmem-grpo", "lora" if lora else None, GGUF if kind == GGUF else None]
     front = ModelCardData(
         base_model=hub_name(base.model), library_name={ADAPTER: "peft", MERGED: "transformers"}.get(kind),
