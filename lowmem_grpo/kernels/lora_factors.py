@@ -183,8 +183,9 @@ ACTIVE: list[SharedFactors] = []
 
 def shared_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | None]:
     """Return `factors_of(groups, dtype)`, computed only once inside `SharedFactors.unchanged`."""
-    if torch.compiler.is_compiling() or not ACTIVE:
-        return factors_of(groups, dtype)
+    if torch.compiler.is_compiling() or not ACTIVE or not all(
+            part.data_ptr() for group in groups for lora in group if lora is not None for part in (lora.a, lora.b)):
+        return factors_of(groups, dtype)  # fake tensors all have the address 0
     return ACTIVE[-1].factors(groups, dtype)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tables import every_row
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -201,3 +202,12 @@ def test_in_training_a_thread_of_autograd_shares_what_was_converted() -> None:
         thread.start()
         thread.join()
         assert found == shared_factors([loras], torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_fake_adapters_which_all_have_one_address_do_not_get_each_others_shapes() -> None:
+    with FakeTensorMode(), torch.no_grad(), SharedFactors().unchanged():
+        for size in (IN, OUT):
+            x, a, b = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((3, size), (RANK, size), (INNER, RANK)))
+            weight, lora = torch.empty(INNER, size, dtype=torch.bfloat16), LoRA(a.float(), b.float())
+            assert lora_linear(x, [weight], [lora])[0].shape == (3, INNER)
