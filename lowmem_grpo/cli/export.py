@@ -16,8 +16,10 @@ DEVICE = re.compile(r"cpu|mps|(cuda|xpu)(:\d+)?")
 
 @click.command(short_help="Export an adapter, a merged model or a GGUF file.")
 @click.argument("run", type=UserPath())
-@click.option("--format", "kind", type=click.Choice(["adapter", "merged", "gguf"]), default="merged", show_default=True,
-              help="The files of PEFT, the whole model in 16 bits, or a GGUF file (with the extra gguf).")
+@click.option("--format", "kind", type=click.Choice(["adapter", "merged", "merged_4bit", "gguf"]),
+              default="merged", show_default=True,
+              help="The files of PEFT, the whole model in 16 bits or in bitsandbytes' 4 bits, or a GGUF file (with the "
+                   "extra gguf).")
 @click.option("--out", type=UserPath(), required=True, help="Folder for the export.")
 @click.option("--base", help="Base model, if the adapter does not name it or it has moved.")
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
@@ -91,6 +93,9 @@ def summary(done: Any) -> list[str]:
                      f"token is the same in {checks['logits_same_choice']:.1%} of places")
     elif "merged" in checks:
         lines.append("too large to be loaded twice: its weights were compared, its logits were not")
+    if "in_4bit" in checks:
+        lines.append(f"in 4 bits (NF4, double quantization): {checks['in_4bit']} linear layers, "
+                     "whose values are rounded again")
     if "gguf_tensors" in checks:
         lines.append(f"GGUF read back: {checks['gguf_architecture']}, {checks['gguf_tensors']} tensors")
     return lines + ([f"pushed: {done.address}"] if done.address else [])

@@ -1,4 +1,4 @@
-"""Export an adapter as a PEFT folder, as a merged model in 16 bits, or as a GGUF file.
+"""Export an adapter as a PEFT folder, as a merged model in 16 or 4 bits, or as a GGUF file.
 
 Everything is written into a temporary folder, read back and compared. Only then does the folder get its name.
 """
@@ -19,6 +19,7 @@ from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.models.export import gguf, model_card
 from lowmem_grpo.models.export.base_weights import empty_model, stored_weights, tensor_files
 from lowmem_grpo.models.export.folder import Exported, ExportError, new_folder
+from lowmem_grpo.models.export.four_bit import write_in_4bit
 from lowmem_grpo.models.export.merge import read_pairs
 from lowmem_grpo.models.export.merged import (
     DTYPES,
@@ -47,7 +48,7 @@ from lowmem_grpo.runs.saved_adapter import (
 )
 from lowmem_grpo.utils import PATH, is_gguf
 
-FORMATS = ("adapter", "merged", "gguf")
+FORMATS = ("adapter", "merged", "merged_4bit", "gguf")
 COMPUTED = ("float32", *DTYPES)  # compute dtypes of a run
 ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, CARD, "generation_config.json")
 
@@ -87,6 +88,9 @@ def export(run: Path | str, kind: str, out: Path | str, settings: ExportSettings
     with new_folder(done, overwrite, adapter.folder) as temp:
         if kind == "adapter":
             record = export_adapter(adapter, temp, done)
+        elif kind == model_card.MERGED_4BIT:
+            record = export_merged(adapter, settings, temp / "merged", done)
+            write_in_4bit(temp / "merged", temp, done)
         elif converter is None:
             record = export_merged(adapter, settings, temp, done)
         else:

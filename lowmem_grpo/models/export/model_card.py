@@ -13,12 +13,14 @@ from lowmem_grpo.runs.files import CARD, has_own_card
 from lowmem_grpo.runs.saved_adapter import BaseRecord
 from lowmem_grpo.utils import count_text, is_gguf, time_text
 
-ADAPTER, MERGED, GGUF = "adapter", "merged", "gguf"
-TITLES = {ADAPTER: "LoRA adapter of {}", MERGED: "{}, merged", GGUF: "{}, merged, as GGUF"}
+ADAPTER, MERGED, MERGED_4BIT, GGUF = "adapter", "merged", "merged_4bit", "gguf"
+TITLES = {ADAPTER: "LoRA adapter of {}", MERGED: "{}, merged", MERGED_4BIT: "{}, merged, in 4 bits",
+          GGUF: "{}, merged, as GGUF"}
 USES = {
     ADAPTER: "PEFT's `PeftModel.from_pretrained(MODEL, FOLDER)` puts it on the base model, and `FastLanguageModel."
              "from_pretrained(FOLDER)` of lowmem-grpo loads both.",
     MERGED: "transformers' `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it.",
+    MERGED_4BIT: "transformers' `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it, with bitsandbytes.",
     GGUF: "llama.cpp reads its file.",
 }
 METHODS = {"sft": "Supervised fine-tuning", "trajectories": "GRPO on trajectories", "rloo": "RLOO", "grpo": "GRPO"}
@@ -68,7 +70,7 @@ def card_text(kind: str, base: BaseRecord, lora: Mapping[str, Any] | None = None
     history, name = history or PastRuns(), shown(base.model)
     kinds = ["lowmem-grpo", "lora" if lora else None, GGUF if kind == GGUF else None]
     front = ModelCardData(
-        base_model=hub_name(base.model), library_name={ADAPTER: "peft", MERGED: "transformers"}.get(kind),
+        base_model=hub_name(base.model), library_name={ADAPTER: "peft", GGUF: None}.get(kind, "transformers"),
         pipeline_tag="text-generation", datasets=history.datasets or None,
         tags=each_once([*kinds, *history.tags, *([tags] if isinstance(tags, str) else tags or [])]))
     parts = [f"# {title or (TITLES[kind].format(name) if lora else name)}", "Made with lowmem-grpo. " + USES[kind],

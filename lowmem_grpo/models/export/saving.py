@@ -9,10 +9,11 @@ from lowmem_grpo.config.unsupported import Table, any_value, off, only, refuse
 from lowmem_grpo.models.hub import check_repo, client, full_name, push
 from lowmem_grpo.utils import UnsupportedError
 
-MERGED_16BIT, LORA = "merged_16bit", "lora"
-METHODS = {"merged_16bit": MERGED_16BIT, "16bit": MERGED_16BIT, "lora": LORA}
+MERGED_16BIT, FORCED, LORA = "merged_16bit", "merged_4bit_forced", "lora"
+METHODS = {"merged_16bit": MERGED_16BIT, "16bit": MERGED_16BIT, "merged_4bit_forced": FORCED, "lora": LORA}
 ADVICE = {
-    "4bit": 'save "merged_16bit" and load that with load_in_4bit=True: merging into 4 bit would round away the update',
+    "4bit": 'a merge into 4 bits rounds the update too; if you mean it, say "merged_4bit_forced", as in Unsloth, or '
+            'save "merged_16bit" and load that with load_in_4bit=True',
     "mxfp4": 'save "merged_16bit", and quantize that with the tool of your server',
     "gguf": "call save_pretrained_gguf",
 }
@@ -42,7 +43,8 @@ class Saving:
     def save_pretrained_merged(self, save_directory: str | Path, tokenizer: Any = None,
                                save_method: str | None = MERGED_16BIT, dtype: str | None = None,
                                overwrite: bool = False, **options: Any) -> Path:
-        """Write the model with its adapter merged ("merged_16bit"), or only the adapter ("lora"); return the folder.
+        """Write the model with its adapter merged ("merged_16bit", or "merged_4bit_forced" for NF4 as bitsandbytes
+        stores it), or only the adapter ("lora"); return the folder.
 
         Merged weights are rounded once to `dtype`: "bfloat16", "float16", or that of the model (None). Each file is
         read back and compared. Raises ExportError for a folder that is not empty (unless it is an earlier export and
@@ -50,10 +52,13 @@ class Saving:
         adapter's own.
         """
         refuse(options, REFUSED, {"dtype", "overwrite", "save_method"}, "save_pretrained_merged")
+        from lowmem_grpo.models.export.four_bit import save_in_4bit
         from lowmem_grpo.models.export.merged import save_adapter, save_merged
 
-        folder, name = Path(save_directory).expanduser(), self.loaded.name
-        if method_of(save_method) == MERGED_16BIT:
+        folder, name, method = Path(save_directory).expanduser(), self.loaded.name, method_of(save_method)
+        if method == FORCED:
+            return save_in_4bit(self.inner, folder, tokenizer or self.loaded.tokenizer, dtype, overwrite, name).folder
+        if method == MERGED_16BIT:
             return save_merged(self.inner, folder, tokenizer or self.loaded.tokenizer, dtype, overwrite, name).folder
         if not hasattr(self.inner, "peft_config"):
             raise UnsupportedError('save_method="lora" needs a model with LoRA')
@@ -114,7 +119,7 @@ def method_of(save_method: str | None) -> str:
     name = MERGED_16BIT if save_method is None else str(save_method).lower().replace(" ", "_")
     if name not in METHODS:
         advice = next((advice for part, advice in ADVICE.items() if part in name), None)
-        raise UnsupportedError(f"save_method is {save_method!r}; allowed are {MERGED_16BIT!r} and {LORA!r}"
+        raise UnsupportedError(f"save_method is {save_method!r}; allowed are {MERGED_16BIT!r}, {FORCED!r} and {LORA!r}"
                                + (f": {advice}" if advice else ""))
     return METHODS[name]
 

@@ -152,9 +152,10 @@ def test_a_model_without_an_adapter_is_saved_in_16_bit(tmp_path: Path, unequal: 
 
 def test_a_save_method_or_dtype_that_there_is_not_is_refused(saved: tuple[FastPeftModel, Path], tmp_path: Path) -> None:
     model, _ = saved
-    for method, advice in (("merged_4bit", "load_in_4bit=True"), ("merged_4bit_forced", "load_in_4bit=True"),
+    for method, advice in (("merged_4bit", "merged_4bit_forced"), ("4bit", "load_in_4bit=True"),
                            ("mxfp4", "quantize that"), ("gguf", "call save_pretrained_gguf")):
-        with pytest.raises(UnsupportedError, match=f"{method}'; allowed are 'merged_16bit' and 'lora': .*{advice}"):
+        allowed = "'merged_16bit', 'merged_4bit_forced' and 'lora'"
+        with pytest.raises(UnsupportedError, match=f"{method}'; allowed are {allowed}: .*{advice}"):
             model.save_pretrained_merged(tmp_path / "other", save_method=method)
     with pytest.raises(ExportError, match="dtype is 'float32'; allowed are bfloat16, float16"):
         model.save_pretrained_merged(tmp_path / "other", dtype="float32")
