@@ -26,7 +26,8 @@ from lowmem_grpo.recipes import RECIPES
 ERRORS = 2.0  # accuracy must rise by this many standard errors of the difference
 NEEDS = {"code": "isolation", "gsm8k": "dataset"}  # recipes that may fail, and what a machine lacks then
 SUMMARY = ("accuracy_before", "accuracy_after", "accuracy_after_sft", "taught_format_before", "taught_format_after_sft",
-           "taught_format_after", "eval_problems", "steps", "sft_steps", "seed", "train_seconds", "status", "model")
+           "taught_format_after", "kinds", "eval_problems", "steps", "sft_steps", "seed", "train_seconds", "status",
+           "model")
 
 
 def run_recipe(name: str, folder: Path, words: list[str], time_limit: float) -> dict[str, Any]:
@@ -68,6 +69,7 @@ def measured(folder: Path) -> dict[str, Any]:
         **{name: summary[name] for name in SUMMARY if name in summary},
         "rewards": [line.get("reward") for line in steps],  # None where a judge failed, for example
         "groups_with_signal": [line.get("groups/signal_share", 0.0) for line in steps],
+        "repetition": [line.get("completions/repetition") for line in steps],
         "step_seconds": [line["step_time"] for line in steps],
         "peak_bytes": max((line.get("memory/peak_bytes") or 0 for line in steps), default=0),  # the card's, or resident
     }

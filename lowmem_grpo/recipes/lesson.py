@@ -17,12 +17,12 @@ from lowmem_grpo.memory.peaks import keep_to
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.rewards import RewardCheck, check
 from lowmem_grpo.rollout.assessment import answer, rows_of
-from lowmem_grpo.runs.accuracy import Answers, changed_first
+from lowmem_grpo.runs.accuracy import Answers, accuracy_by_kind, changed_first
 from lowmem_grpo.runs.accuracy import compared as difference
 from lowmem_grpo.runs.files import write_card
 from lowmem_grpo.runs.records import FINAL, RunRecords
 from lowmem_grpo.runs.saved_adapter import last_good
-from lowmem_grpo.runs.views.console import any_console, print_accuracy, print_line, print_samples
+from lowmem_grpo.runs.views.console import any_console, print_accuracy, print_kinds, print_line, print_samples
 from lowmem_grpo.trainer.distributed import ranks
 from lowmem_grpo.trainer.lifecycle import update_summary
 from lowmem_grpo.trainer.play import Play, episode_settings
@@ -75,6 +75,7 @@ class Lesson:
     """Held-out problems with the column `prompt`, and `answer` to show; None measures nothing before and after."""
     right: Callable[..., Sequence[float | None]] | None = None
     """A reward function that pays more than 0 for a right answer; needed with `test`."""
+    kinds: str = ""  # a column of `test` with a problem's kind, or kinds, whose accuracies are shown apart
     warm_up: WarmUp | None = None  # supervised fine-tuning before GRPO
     play: Play | None = None  # the environment and the tools of episodes; None where one completion is the whole answer
     note: str = ""  # printed before the run begins
@@ -109,7 +110,8 @@ def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
     trainer.told |= {"recipe": lesson.name, "right": getattr(lesson.right, "__name__", None), **lesson.facts}
     if before is not None:
         trainer.told |= {"eval_problems": len(before.texts), "accuracy_before": before.accuracy}
-        trainer.told |= dict.fromkeys(("accuracy_after", "difference", "samples"))  # not known before the end
+        trainer.told |= dict.fromkeys(  # not known before the end
+            ("accuracy_after", "difference", *["kinds"] * bool(lesson.kinds), "samples"))
     if lesson.warm_up is not None:
         warmed = warm_up(lesson.warm_up, model, setup, lesson, before, console)
         if warmed is None:
@@ -232,6 +234,9 @@ def compared(lesson: Lesson, before: Answers, after: Answers, console: Console) 
     """Print how training changed the answers; return entries for summary.json."""
     changes: dict[str, Any] = {"accuracy_after": after.accuracy, "difference": difference(before, after)}
     print_accuracy(console, before.accuracy, after.accuracy, len(after.texts), changes["difference"]["interval"])
+    if lesson.test is not None and lesson.kinds:
+        changes["kinds"] = accuracy_by_kind(lesson.test[lesson.kinds], before, after)
+        print_kinds(console, changes["kinds"])
     if lesson.warm_up is not None:
         changes["taught_format_after"] = lesson.warm_up.share(after)
         kept = f"answers as `{lesson.warm_up.form}`: {changes['taught_format_after']:.1%} after GRPO"

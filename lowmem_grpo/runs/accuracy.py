@@ -128,6 +128,17 @@ def compared(base: Answers, adapter: Answers) -> dict[str, Any]:
             "worse": sum(new < old for old, new in pairs), "same": sum(new == old for old, new in pairs)}
 
 
+def accuracy_by_kind(kinds: Sequence[str | Sequence[str]], before: Answers, after: Answers) -> dict[str, Any]:
+    """Return the accuracies before and after on the prompts of each kind; a prompt may have several kinds."""
+    places: dict[str, list[int]] = {}
+    for place, each in enumerate(kinds):
+        for kind in [each] if isinstance(each, str) else each:
+            places.setdefault(kind, []).append(place)
+    return {kind: {"problems": len(those), **{
+        when: sum(sum(answers.right[place]) for place in those) / sum(len(answers.right[place]) for place in those)
+        for when, answers in (("before", before), ("after", after))}} for kind, those in sorted(places.items())}
+
+
 def answered_rows(rows: list[dict[str, Any]], by_model: dict[str, Answers]) -> list[dict[str, Any]]:
     """Return each row's plain values, with each model's answers under the model's name."""
     return [

@@ -4,9 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from recipe_runs import records, run_well
 
-from lowmem_grpo.recipes.instructions import FOLLOWS, GROUPS, InstructionOptions, make_dataset
+from lowmem_grpo.recipes.instructions import FOLLOWS, KINDS, LEARNED_FIRST, InstructionOptions, make_dataset
 from lowmem_grpo.rewards.ready.instructions import instructions_of
 
 WISHES = {  # by kind: what a prompt with it says, and an answer's change that follows it
@@ -19,12 +20,12 @@ WISHES = {  # by kind: what a prompt with it says, and an answer's change that f
 
 
 def test_an_instruction_of_a_prompt_cannot_be_read_or_contradicts_another() -> None:
-    rows = make_dataset("train", 400, most=len(GROUPS))
-    assert set(Counter(len(row["instruction_id_list"]) for row in rows)) == set(range(1, len(GROUPS) + 1))
+    rows = make_dataset("train", 400, most=6)
+    assert set(Counter(len(row["instruction_id_list"]) for row in rows)) == set(range(1, 7))
     for row in rows:
         kinds = row["instruction_id_list"]
         assert [kind for kind, _ in instructions_of(kinds, row["kwargs"])] == kinds
-        assert all(sum(kind in group for kind in kinds) <= 1 for group in GROUPS)
+        assert len({KINDS[kind][0] for kind in kinds}) == len(kinds)
         question = row["prompt"][0]["content"]
         assert all(said in question for kind, (said, _) in WISHES.items() if kind in kinds), question
         assert FOLLOWS.verify(followed(row), **{name: row[name] for name in FOLLOWS.columns}), (question, followed(row))
@@ -48,10 +49,43 @@ def followed(row: dict[str, list[dict[str, object]]]) -> str:
     return text
 
 
-def test_a_prompt_occurs_in_both_splits_or_twice() -> None:
-    train, test = (make_dataset(split, 600)["prompt"] for split in ("train", "test"))
-    asked = [prompt[0]["content"] for prompts in (train, test) for prompt in prompts]
-    assert len(set(asked)) == 1200
+def test_a_held_out_prompt_has_a_topic_or_a_value_that_is_trained_on() -> None:
+    train, test = (make_dataset(split, 500) for split in ("train", "test"))
+    for name in ("keywords", "num_words", "end_phrase"):
+        trained, held_out = ({value for row in rows["kwargs"] for each in row for value in listed(each[name])}
+                             for rows in (train, test))
+        assert len(trained) > 3 and len(held_out) > 2 and not trained & held_out, name
+    topics = {"a lighthouse", "birds", "tea", "an old bicycle", "mountains", "a museum", "wind", "a river"}
+    found = [sum(f" {topic}" in prompt[0]["content"] for topic in topics) for prompt in test["prompt"]]
+    assert set(found) == {1} and not any(f" {topic}" in prompt[0]["content"].partition(".")[0]
+                                         for topic in topics for prompt in train["prompt"])
+
+
+def listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def test_a_kind_is_left_out_of_a_step_or_occurs_twice() -> None:
+    for split in ("train", "test"):
+        rows = InstructionOptions(kinds="no_comma,title,end_checker", instructions=1).dataset(split, 30, 5)
+        kinds = [kind.partition(":")[2] for (kind,) in rows["instruction_id_list"]]
+        assert kinds == ["no_comma", "title", "end_checker"] * 10
+        assert len({prompt[0]["content"] for prompt in rows["prompt"]}) == 30
+
+
+def test_the_kinds_of_a_run_are_those_asked_for_and_on_a_cpu_those_that_a_small_model_learns(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert {kind.partition(":")[2] for kind in InstructionOptions().chosen} == set(LEARNED_FIRST)
+    assert InstructionOptions(instructions=2).chosen == list(KINDS)
+    rows = InstructionOptions(kinds="title, no_comma", instructions=2).dataset("test", 20, 0)
+    kinds = {kind for row in rows["instruction_id_list"] for kind in row}
+    assert kinds == {"detectable_format:title", "punctuation:no_comma"}
+    with pytest.raises(ValueError, match="kinds has 'haiku'; allowed are english_lowercase, english_capital"):
+        InstructionOptions(kinds="no_comma,haiku")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert InstructionOptions().chosen == list(KINDS)
 
 
 @pytest.mark.parametrize("most", [0, 7, -1])
@@ -65,4 +99,5 @@ def test_a_run_of_two_steps_does_not_finish(tmp_path: Path) -> None:
     assert "The embedded tiny model cannot follow instructions" in result.output
     summary, line = records(tmp_path)
     assert summary["status"] == "finished" and summary["eval_problems"] == 4 == len(summary["samples"])
+    assert sum(kind["problems"] for kind in summary["kinds"].values()) == 4 and "Problems" in result.output
     assert {"rewards/follows_instructions/mean", "rewards/instructions_followed/mean"} <= line.keys()

@@ -164,3 +164,13 @@ def print_accuracy(
         console.print(Text(f"accuracy {label:<6} {accuracy:6.1%}  ({interval})"), soft_wrap=True)
     sure = "" if change is None else f" ({interval_text(change)})"
     console.print(Text(f"change {100 * (after - before):+.1f} points{sure} on {problems} problems"), soft_wrap=True)
+
+
+def print_kinds(console: Console, kinds: dict[str, dict[str, Any]]) -> None:
+    """Print the accuracy on problems of each kind, those that changed most first."""
+    table = Table(box=SIMPLE)
+    for name in ("Kind", "Problems", "Before", "After"):
+        table.add_column(name, justify="left" if name == "Kind" else "right")
+    for kind, found in sorted(kinds.items(), key=lambda each: each[1]["before"] - each[1]["after"]):
+        table.add_row(plain(kind), str(found["problems"]), f"{found['before']:.0%}", f"{found['after']:.0%}")
+    console.print(table)

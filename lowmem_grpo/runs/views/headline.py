@@ -72,6 +72,9 @@ def accuracy(summary: Record) -> list[str]:
     if spans := [f"{span[0]:.1%} to {span[1]:.1%} {when}" for when, (*_, span) in tests.items() if span]:
         lines.append(f"95% interval{'s' * (len(spans) > 1)}: {', '.join(spans)}")
     lines += paired(summary)
+    if kinds := summary.get("kinds"):
+        lines.append("by kind: " + ", ".join(f"{kind} {found['before']:.0%} \u2192 {found['after']:.0%}"
+                                             for kind, found in kinds.items()))
     if others := baselines(summary):
         lines.append("baselines: " + ", ".join(f"{name} {share:.1%}" for name, share in others.items()))
     return [shown, *lines]

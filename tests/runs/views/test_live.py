@@ -9,8 +9,9 @@ from episodes import episode, game, turn
 from rich.console import Console
 from rich.text import Text
 
+from lowmem_grpo.runs.accuracy import Answers, accuracy_by_kind
 from lowmem_grpo.runs.views import live
-from lowmem_grpo.runs.views.console import print_accuracy, print_samples
+from lowmem_grpo.runs.views.console import print_accuracy, print_kinds, print_samples
 from lowmem_grpo.runs.views.live import BLOCKS, SAMPLE_SECONDS, LiveView, sparkline
 from lowmem_grpo.types import Rollout
 
@@ -204,3 +205,12 @@ def test_accuracy_is_printed_with_its_interval() -> None:
     assert after == "accuracy after   75.0%  (95% interval 65.7% to 82.5%)"
     assert change == "change +25.0 points on 100 problems"
     assert paired == "change +25.0 points (95% interval +13.0 to +36.0) on 100 problems"
+
+
+def test_the_accuracies_of_kinds_are_printed_with_the_kind_that_changed_most_first() -> None:
+    piped = console(terminal=False, width=60)
+    before, after = (Answers([["a"]] * 3, right, 0, 3, 0, {}) for right in (
+        [[False], [True], [False]], [[False], [True], [True]]))
+    print_kinds(piped, accuracy_by_kind([["[b]commas"], ["[b]commas"], ["[b]commas", "title"]], before, after))
+    rows = [line.split() for line in written(piped).splitlines() if "%" in line]
+    assert rows == [["title", "1", "0%", "100%"], ["[b]commas", "3", "33%", "67%"]]
