@@ -29,8 +29,9 @@ A model of any other family trains on transformers' own layers, after a warning.
 ## How each family was checked
 
 `tests/models/test_families.py` checks each family on a small model with random weights and a random LoRA adapter, in
-float32 unless the table says otherwise. No published checkpoint was loaded. "Packed" means that completions of one
-prompt share the prompt's tokens in one sequence.
+float32 unless the table says otherwise. Of published checkpoints, [one was
+loaded](limits.md#on-a-published-model). "Packed" means that completions of one prompt share the prompt's tokens in one
+sequence.
 
 | checked | reference | bound on the difference |
 |---|---|---|
