@@ -1,0 +1,78 @@
+"""A published model, and an adapter trained on it, exported as GGUF files and asked in llama.cpp itself."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from llama_quantizer import llama_quantizer
+from published_model import published_model
+from safetensors.torch import load_file
+
+from bench.llama_cpp import Answers, answers
+from lowmem_grpo import FastLanguageModel, SFTConfig, SFTTrainer
+from lowmem_grpo.models.gguf_file import gguf_tensors
+
+pytestmark = pytest.mark.slow
+# A token may differ where our two likeliest ones are nearly tied: by the float16 of llama.cpp's activations, and by the
+# rounding of weights and activations to 8 bits or fewer. The least share of equal tokens, and the widest gap of logits.
+BOUNDS = {"f16": (0.98, 0.1), "q8_0": (0.85, 1.0), "q4_k_m": (0.7, 5.0)}
+TALKS = {"What is snow?": "Ahoy! Snow is frozen water, matey.", "Name a fruit.": "Ahoy! An apple is a fruit, matey.",
+         "Why do birds sing?": "Ahoy! Birds sing to find a mate, matey.", "Where is Paris?": "Ahoy! In France, matey."}
+
+
+def test_llama_cpp_chooses_the_tokens_of_the_base_and_of_the_trained_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    libraries = str(llama_quantizer())
+    monkeypatch.syspath_prepend(libraries)
+    monkeypatch.setenv("PYTHONPATH", libraries, prepend=":")
+    monkeypatch.setenv("PATH", str(tmp_path))  # no other llama.cpp
+    model, tokenizer = FastLanguageModel.from_pretrained(str(published_model().folder), 256, torch.float32,
+                                                         load_in_16bit=True)
+    base, files = answers(model, tokenizer), written(model, tmp_path / "base", "q8_0")
+    check(base, "base", files, record_property)
+    assert_read_back(files["q8_0"], load_file(published_model().folder / "model.safetensors"))
+    model = FastLanguageModel.get_peft_model(model, r=16, use_gradient_checkpointing=False)
+    talk(model, tmp_path / "run")
+    trained = answers(model, tokenizer)
+    assert not {tuple(ids[:3]) for ids in trained.said} & {tuple(ids[:3]) for ids in base.said}
+    check(trained, "trained", written(model, tmp_path / "trained", "f16", "q8_0", "q4_k_m"), record_property)
+
+
+def written(model: Any, folder: Path, *kinds: str) -> dict[str, Path]:
+    out = model.save_pretrained_gguf(folder, quantization_method=list(kinds))
+    return {kind: next(out.glob(f"*-{kind}.gguf")) for kind in kinds}
+
+
+def check(said: Answers, which: str, files: dict[str, Path], record_property: Callable[[str, object], None]) -> None:
+    for kind, file in files.items():
+        found = said.measure(file)
+        record_property("printed", f"llama.cpp, {which} model, {kind}: {found}")
+        least, widest = BOUNDS[kind]
+        assert found["equal_tokens"] >= least and found["widest_gap"] <= widest, (which, kind, found)
+
+
+def talk(model: Any, folder: Path) -> None:
+    """Train a model to answer as a sailor."""
+    rows = Dataset.from_list([{"messages": [{"role": "user", "content": question},
+                                            {"role": "assistant", "content": reply}]}
+                              for question, reply in TALKS.items()])
+    settings = SFTConfig(output_dir=str(folder), max_steps=6, learning_rate=2e-3, per_device_train_batch_size=4,
+                         lr_scheduler_type="constant")
+    SFTTrainer(model, rows, settings).train()
+
+
+def assert_read_back(file: Path, wanted: dict[str, torch.Tensor]) -> None:
+    """Our own reader finds the weights, in blocks of 32 whole numbers up to 127 that share a scale in float16."""
+    read = gguf_tensors(file, torch.float32)
+    assert read.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        blocks = tensor.float().unflatten(-1, (-1, 32))
+        scale = blocks.abs().amax(-1, keepdim=True) / 127
+        whole = blocks * torch.where(scale == 0, 0.0, 1 / scale)
+        whole = whole.sign() * (whole.abs() + 0.5).floor()  # halves are rounded away from zero
+        rounded = (whole * scale.half().float()).flatten(-2)
+        assert torch.equal(read[name][...], rounded if tensor.ndim > 1 else tensor.float()), name
