@@ -18,7 +18,7 @@ from lowmem_grpo.models.gguf_file import gguf_tensors
 pytestmark = pytest.mark.slow
 # A token may differ where our two likeliest ones are nearly tied: by the float16 of llama.cpp's activations, and by the
 # rounding of weights and activations to 8 bits or fewer. The least share of equal tokens, and the widest gap of logits.
-BOUNDS = {"f16": (0.98, 0.1), "q8_0": (0.85, 1.0), "q4_k_m": (0.7, 5.0)}
+BOUNDS = {"f16": (0.95, 0.1), "q8_0": (0.85, 1.0), "q4_k_m": (0.7, 5.0)}
 TALKS = {"What is snow?": "Ahoy! Snow is frozen water, matey.", "Name a fruit.": "Ahoy! An apple is a fruit, matey.",
          "Why do birds sing?": "Ahoy! Birds sing to find a mate, matey.", "Where is Paris?": "Ahoy! In France, matey."}
 
