@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from published_model import published_model
 from tables import every_row
 
 nbformat = pytest.importorskip("nbformat")
@@ -18,6 +19,7 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LONGEST_FUNCTION = 15  # lines; what needs more belongs to the package
 HTML = "text/html"
+COMMIT = "0" * 40
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -48,6 +50,9 @@ PROMISED = {
         "loaded back: logits differ from the adapter's by", "the same text for 1[2-6] of 16 prompts",
         "no GGUF file: .*convert_hf_to_gguf.py|GGUF read back", "not exported: .*never finished .*--unfinished",
         "from the checkpoint-2 of a run"], samples=1),
+    "from_model_to_llama_cpp": Shows(0, [
+        "installed now: nothing, all was there", "finished: True", r"smollm2-135m-instruct-f16\.gguf: 271 MB",
+        "prompt: .*\nllama.cpp: ", "the same answer as the model in training: [1-4] of 4"]),
     "your_first_agent": Shows(1, [
         "'unreadable', -1.0", r"before: found \d+% of 128 numbers", r"after: found \d+% of 128 numbers",
         "3 steps with a tool", "tool calculate: 252", "calls: 1 right: "]),
@@ -99,6 +104,8 @@ def test_a_notebook_runs_from_top_to_bottom_and_shows_what_it_promises(
 ) -> None:
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    if path.stem == "from_model_to_llama_cpp":
+        monkeypatch.setenv("HF_HUB_CACHE", str(hub_cache(tmp_path / "hub", "HuggingFaceTB/SmolLM2-135M-Instruct")))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the model is so small that threads only wait for each other
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
@@ -113,6 +120,16 @@ def test_a_notebook_runs_from_top_to_bottom_and_shows_what_it_promises(
     assert len(ratios) == promised.ratios and all(0.8 < ratio < 1.4 for ratio in ratios), ratios
     noise = "".join(output.text for output in outputs if output.get("name") == "stderr")
     assert "Warning" not in noise and "Failed" not in noise, noise
+
+
+def hub_cache(folder: Path, name: str) -> Path:
+    """A cache in which the published model lies as if it had been downloaded under this name."""
+    inside = folder / f"models--{name.replace('/', '--')}"
+    (inside / "refs").mkdir(parents=True)
+    (inside / "refs" / "main").write_text(COMMIT)
+    (inside / "snapshots").mkdir()
+    (inside / "snapshots" / COMMIT).symlink_to(published_model().folder)
+    return folder
 
 
 def is_picture(html: str) -> bool:
