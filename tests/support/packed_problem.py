@@ -50,12 +50,12 @@ def learned_alone(model: Any, batch: MicroBatch) -> Learned:
 
 
 def alone(model: Any, batch: MicroBatch) -> Tensor:
-    """(N,) log-probabilities of the trained tokens, one sequence at a time."""
-    found = torch.zeros(len(batch.input_ids), dtype=next(model.parameters()).dtype)
+    """(N,) log-probabilities of the trained tokens, one sequence at a time, in float32 at least."""
+    found = torch.zeros(len(batch.input_ids), dtype=torch.promote_types(model.dtype, torch.float32))
     lengths = batch.cu_seqlens.diff().tolist()
     for row, length in zip(batch.sources.view(len(lengths), -1), lengths, strict=True):
         ids, targets, mine = (part[row[:length]] for part in (batch.input_ids, batch.targets, batch.loss_mask))
-        logprobs = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
+        logprobs = model(input_ids=ids[None], use_cache=False).logits[0].to(found).log_softmax(-1)
         found = found.index_put((row[:length][mine],), logprobs.gather(-1, targets[:, None])[mine, 0])
     return found[batch.trained]
 
