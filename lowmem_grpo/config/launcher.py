@@ -4,8 +4,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -20,6 +20,7 @@ CARDS = "CUDA_VISIBLE_DEVICES"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 STAT = Path("/proc/stat")  # a line for each core, in hundredths of a second
 BUSY = (1, 2, 3, 6, 7)  # its fields user, nice, system, interrupts; neither idle nor stolen time
+LOOK = 0.25  # seconds for which a trainer looks what other programs compute
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def used_by_others() -> tuple[float, float]:
 
 def leave_busy_cores(before: tuple[float, float]) -> None:
     """Use fewer threads if other programs kept cores busy since `before`, unless the user set OMP_NUM_THREADS."""
-    if not STAT.is_file() or any(name in os.environ for name in THREADS) or torch.cuda.is_available():
+    if not gives_way():
         return
     seconds, computed = (now - then for now, then in zip(used_by_others(), before, strict=True))
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
@@ -137,6 +138,25 @@ def leave_busy_cores(before: tuple[float, float]) -> None:
         logger.warning("other programs keep %.1f of %d cores busy: this run computes with OMP_NUM_THREADS=%d, as more "
                        "threads would wait for each other; set it to %d to take all cores", computed / seconds, cores,
                        free, threads)
+
+
+def gives_way() -> bool:
+    return STAT.is_file() and not any(name in os.environ for name in THREADS) and not torch.cuda.is_available()
+
+
+@contextmanager
+def beside_others() -> Iterator[None]:
+    """In this context, leave the cores to other programs that they keep busy at its start; see `leave_busy_cores`."""
+    threads = torch.get_num_threads()
+    if threads > 1 and gives_way():
+        before = used_by_others()
+        time.sleep(LOOK)
+        leave_busy_cores(before)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 def balanced(things: Sequence[T], cost: Callable[[T], float], ranks: int) -> list[list[T]]:

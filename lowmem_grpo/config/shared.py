@@ -106,6 +106,8 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
 
     # precision and memory
     bf16: bool | None = None
+    """Mixed precision in bfloat16, for a model in float32. On a CPU with AMX, products with frozen weights round their
+    factors to bfloat16 and add in float32; else autocast."""
     fp16: bool | None = field(default=None, metadata=BARE)
     gradient_checkpointing: bool | None = field(default=None, metadata=BARE)
     """True recomputes activations in the backward pass, False keeps them; None: as get_peft_model set it up."""

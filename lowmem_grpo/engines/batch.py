@@ -223,7 +223,7 @@ class Passes:
         cast adapters are kept in `lasting` if it is given, and otherwise dropped at the end of the context."""
         token = WIDE.set(self.wide)
         try:
-            with evaluating(self.policy.model), torch.no_grad(), kept_factors(lasting):
+            with evaluating(self.policy.model), torch.no_grad(), kept_factors(lasting), self.policy.rounding():
                 yield
         finally:
             WIDE.reset(token)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import check_tensors
+from lowmem_grpo.kernels.custom_op import check_tensors, large_products
 from lowmem_grpo.kernels.few_rows import given_adapters
 
 BAND_BYTES = 64 * 2**20  # dequantized at a time
@@ -112,7 +112,7 @@ class FrozenWeight:
     def project(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + bias without autograd: x (..., in) -> (..., out) in x.dtype."""
         rows = x.reshape(-1, x.shape[-1])
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False), large_products():
             y = decode(rows, self, bias=bias) if can_decode(rows, self) else project_bands(
                 rows, self, self.shape[:1], [bias])[0]
         return y.view(*x.shape[:-1], self.shape[0])
@@ -121,7 +121,7 @@ class FrozenWeight:
         """Return x W_i^T + bias_i (N, out_i) for x (N, in) and each matrix W_i, without autograd."""
         if len(biases) == 1:
             return [self.project(x, biases[0])]
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False), large_products():
             if not can_decode(x, self):
                 return project_bands(x, self, self.out_features, biases)
             has_bias = any(bias is not None for bias in biases)
@@ -137,7 +137,7 @@ class FrozenWeight:
                  if grad is not None]
         like = pairs[0][0]
         x = like.new_empty(like.shape[0], self.shape[1])
-        with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(like.device.type, enabled=False), large_products():
             for start, band in column_bands(self, like):
                 columns = x[:, start : start + band.shape[1]]
                 for number, (grad, rows) in enumerate(pairs):
@@ -164,13 +164,13 @@ class PlainWeight(FrozenWeight, kind="plain"):
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.project(x, bias)
-        with torch.no_grad():
+        with torch.no_grad(), large_products():
             return torch.nn.functional.linear(x, self.tensor.to(x.dtype), bias)
 
     def project_back(self, grads: Sequence[Tensor | None], total: Tensor | None = None) -> Tensor:
         (grad,) = grads
         assert grad is not None
-        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False), large_products():
             weight = self.tensor.to(grad.dtype)
             return grad @ weight if total is None else total.addmm_(grad, weight)
 

@@ -26,6 +26,7 @@ from lowmem_grpo.kernels.custom_op import (
     check_numbers,
     check_tensors,
     custom_op,
+    large_products,
     once_differentiable,
 )
 from lowmem_grpo.kernels.logits import NONE_IGNORED, new_logits
@@ -102,7 +103,8 @@ class FrozenHeadLogprobsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, numbers, chunk_rows, keep_gradient):
         forward: Any = forward_op if torch.compiler.is_compiling() else forward_rows
-        results, gradient = forward(hidden, weight, bias, targets, *numbers, chunk_rows, keep_gradient)
+        with large_products():
+            results, gradient = forward(hidden, weight, bias, targets, *numbers, chunk_rows, keep_gradient)
         ctx.save_for_backward(gradient)
         logprobs, entropy, _, log_sum = (row.clone() for row in results)
         ctx.mark_non_differentiable(entropy, log_sum)
@@ -123,7 +125,8 @@ class RecomputedLogprobsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, numbers, chunk_rows, entropy_grad):
         forward: Any = forward_op if torch.compiler.is_compiling() else forward_rows
-        results, _ = forward(hidden, weight, bias, targets, *numbers, chunk_rows, False)
+        with large_products():
+            results, _ = forward(hidden, weight, bias, targets, *numbers, chunk_rows, False)
         ctx.save_for_backward(hidden, weight, bias, targets, results)
         ctx.numbers, ctx.tile = numbers, max(1, chunk_rows * len(weight) // max(len(hidden), 1))  # as large as a chunk
         ctx.set_materialize_grads(False)
@@ -140,8 +143,9 @@ class RecomputedLogprobsFunction(torch.autograd.Function):
         grad_logprobs = torch.zeros_like(grad_entropy) if grad_logprobs is None else grad_logprobs
         needed = ctx.needs_input_grad[:3]
         backward: Any = backward_op if torch.compiler.is_compiling() else backward_tiles
-        grads = backward(hidden, weight, bias, targets, *ctx.numbers, ctx.tile, results, grad_logprobs, grad_entropy,
-                         list(needed))
+        with large_products():
+            grads = backward(hidden, weight, bias, targets, *ctx.numbers, ctx.tile, results, grad_logprobs,
+                             grad_entropy, list(needed))
         return *(grad if wanted else None for grad, wanted in zip(grads, needed, strict=True)), *[None] * 4
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sysconfig
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,13 @@ def check_dtype(config: Any, *dtypes: "torch.dtype | None") -> None:
     """Raise ValueError if float16 is among `dtypes` and a model of this config cannot compute in it."""
     if torch.float16 in dtypes:
         check_float16(config)
+
+
+@cache
+def has_amx() -> bool:
+    """Return whether the processor has AMX for bfloat16. With AVX512 alone, oneDNN does not round float32 factors."""
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)  # older versions of torch do not tell
+    return bool(capabilities().get("amx_bf16"))
 
 
 def is_bfloat16_supported() -> bool:

@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.kernels import linear_logprobs
-from lowmem_grpo.kernels.custom_op import matmul_fp32
+from lowmem_grpo.kernels.custom_op import large_products, matmul_fp32, rounding
 from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.memory.families import MULTIPLIED, family_of, trained
 from lowmem_grpo.memory.offload.activations import drops, enable_checkpointing, keep_last, kept_layers
 from lowmem_grpo.memory.offload.embedding import knowing, on_host
 from lowmem_grpo.models import attention
-from lowmem_grpo.models.card_check import check_dtype
+from lowmem_grpo.models.card_check import check_dtype, has_amx
 from lowmem_grpo.models.delta_net import use_delta_nets
 from lowmem_grpo.models.packed_attention import FirstKeys, PackedLayout
 from lowmem_grpo.models.routes import RouteRecorder, follow_routes, replay_of
@@ -58,7 +58,8 @@ class Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits (N, V) for hidden states (N, D), without a gradient."""
         weight, bias = self.weight, self.bias
-        rows = matmul_fp32(hidden.to(weight.dtype), weight.T)
+        with large_products():
+            rows = matmul_fp32(hidden.to(weight.dtype), weight.T)
         if bias is None and self.logit_scale == 1.0 and not self.softcap:
             return rows
         return LogitShape(scale=self.logit_scale, softcap=self.softcap).apply_(rows, bias)
@@ -160,8 +161,9 @@ def evaluating(model: nn.Module) -> AbstractContextManager[None]:
 
 class Policy:
     """A causal language model (under PEFT, or bare) that computes on packed micro-batches. `autocast_dtype` is the
-    dtype of mixed precision; None computes in the model's own dtype. `logits_chunk` is the number of tokens whose
-    logits are in memory at a time; None chooses it by the device's memory. `head` replaces the model's own head."""
+    dtype of mixed precision; None computes in the model's own dtype. Mixed precision is torch's autocast, but bfloat16
+    on a CPU with AMX means products that round their factors. `logits_chunk` is the number of tokens whose logits are
+    in memory at a time; None chooses it by the device's memory. `head` replaces the model's own head."""
 
     def __init__(self, model: PeftModel | PreTrainedModel, autocast_dtype: torch.dtype | None = None,
                  logits_chunk: int | None = None, head: Head | None = None) -> None:
@@ -189,6 +191,7 @@ class Policy:
         self.host_embeddings = on_host(base)
         self.device: torch.device = next(weight.device for weight in base.parameters() if not any(
             weight is table.weight for table in self.host_embeddings))
+        self.rounds = autocast_dtype == torch.bfloat16 and self.device.type == "cpu" and has_amx()
         self.routed_places = follow_routes(base)  # indices of the layers with experts, which take routes
         self.reference_adapter: dict[str, Tensor] | None = None  # on the host; see `keep_reference`
         self.route_counts: Tensor | None = None  # (2,) recorded routes that the live router would not choose, and all
@@ -218,10 +221,15 @@ class Policy:
             keep_last(self.base, kept)
             self.dropped = self.drops
 
-    def autocast(self) -> AbstractContextManager:
+    def rounding(self) -> AbstractContextManager[None]:
+        """Return the context of products that round their factors, for all passes, backward too; a null context if they
+        do not."""
+        return rounding(self.rounds)
+
+    def autocast(self) -> AbstractContextManager[None]:
         """Return the context of mixed precision, or a null context without it."""
-        if self.autocast_dtype is None:
-            return nullcontext()
+        if self.autocast_dtype is None or self.rounds:
+            return self.rounding()
         return torch.autocast(self.device.type, self.autocast_dtype)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
@@ -267,7 +275,8 @@ class Policy:
 
     def logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Return logprobs (N,) and entropy (N,) of the trained tokens; the entropy has no gradient."""
-        return self.at_head(*self.at_trained(batch), temperature)[:2]
+        with self.rounding():
+            return self.at_head(*self.at_trained(batch), temperature)[:2]
 
     def at_trained(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return (hidden states (N, D) in the head's dtype, targets (N,)) of the batch's trained tokens."""

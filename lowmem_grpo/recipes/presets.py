@@ -173,6 +173,21 @@ def without_card(
     return plain
 
 
+def mixed_on_cpu(options: RecipeOptions) -> dict[str, Any]:
+    """Return bf16=True for a CPU with AMX, on which this is faster, unless the user chose or the model is embedded. Log
+    what it means."""
+    import torch
+
+    from lowmem_grpo.models.card_check import has_amx
+
+    chose = options.model in EMBEDDED or bool({"bf16", "fp16"} & set(options.config))
+    if chose or torch.cuda.is_available() or not has_amx():
+        return {}
+    logger.warning("This CPU has AMX: products with frozen weights round their factors to bfloat16 (bf16=true), which "
+                   "is faster. bf16=false computes in float32.")
+    return {"bf16": True}
+
+
 def weights(four_bit: bool, in_fp8: bool) -> str:
     return "4-bit" if four_bit else "FP8" if in_fp8 else "16-bit"
 

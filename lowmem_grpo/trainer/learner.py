@@ -109,7 +109,9 @@ class Learner:
         results: list[tuple[Any, ...]] = []
         for batch in batches:
             outputs = self.outputs(batch)
-            results += zip(batch.rollouts, *(unpack(field.read(outputs), batch) for field in fields), strict=True)
+            with self.policy.rounding():
+                read = [unpack(field.read(outputs), batch) for field in fields]
+            results += zip(batch.rollouts, *read, strict=True)
             del outputs  # frees the hidden states before the next pass
         return results
 
@@ -186,7 +188,7 @@ class Learner:
         if not sums.count:
             self.policy.differing_routes()  # clears the counts of earlier passes
         shared = self.factors.unchanged() if self.policy.keeps_factors else nullcontext()
-        with in_mode(self.policy.model, training), shared:
+        with in_mode(self.policy.model, training), shared, self.policy.rounding():
             for batch in batches:
                 self.add(batch, totals, sums, training)
         return sums

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.config.launcher import beside_others
 from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.rollout.assessment import OF_ALL, check_best_metric, evaluate_sets, evaluation_sets, indexed_rows
@@ -204,7 +205,7 @@ class Trainer:
         signal. RunInUseError if another process trains into `output_dir`. All ranks must call `train`; RankError if
         another rank fails.
         """
-        with self.ranks.together():
+        with beside_others(), self.ranks.together():
             self.check_before()
             with running(self, resume_from_checkpoint), signals_after_steps(self):
                 if self.args.eval_on_start:

@@ -13,6 +13,7 @@ from lowmem_grpo.config import launcher
 from lowmem_grpo.config.launcher import (
     ProcessRank,
     balanced,
+    beside_others,
     leave_busy_cores,
     one_process,
     take_card,
@@ -142,3 +143,16 @@ def test_where_nothing_tells_of_cores_all_threads_stay(monkeypatch: pytest.Monke
     before = torch.get_num_threads()
     leave_busy_cores(used_by_others())
     assert torch.get_num_threads() == before
+
+
+def test_a_trainer_leaves_busy_cores_while_it_trains_and_takes_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, clock = [2], iter((0.0, 10.0))
+    monkeypatch.setattr(launcher, "gives_way", lambda: True)
+    monkeypatch.setattr(launcher, "used_by_others", lambda: (now := next(clock), now))  # one core, all the time
+    monkeypatch.setattr(launcher.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    monkeypatch.setattr(launcher, "torch", SimpleNamespace(
+        get_num_threads=lambda: threads[0], set_num_threads=lambda count: threads.__setitem__(0, count)))
+    with beside_others():
+        assert threads == [1]
+    assert threads == [2]

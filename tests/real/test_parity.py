@@ -38,13 +38,15 @@ class Compared(NamedTuple):
         return ParityGate(self.policy, SamplingParams(), 1, None, state=TrainerState()).check(groups)
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float16", "float32"])
+@pytest.fixture(scope="module", params=["bfloat16", "float16", "float32", "mixed"])
 def compared(request: pytest.FixtureRequest) -> Compared:
-    dtype, folder = getattr(torch, request.param), str(published_model().folder)
+    """A model in each dtype, and one in float32 in mixed precision."""
+    mixed = torch.bfloat16 if request.param == "mixed" else None
+    dtype, folder = getattr(torch, request.param, torch.float32), str(published_model().folder)
     model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=256, dtype=dtype, load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=False)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    return Compared(Policy(model), tokenizer, plain, chats(tokenizer))
+    return Compared(Policy(model, mixed), tokenizer, plain, chats(tokenizer))
 
 
 def chats(tokenizer: Any) -> list[list[int]]:

@@ -2,12 +2,15 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from recipe_runs import records, run_well
 
+from lowmem_grpo.models import card_check
 from lowmem_grpo.recipes.instructions import FOLLOWS, KINDS, LEARNED_FIRST, InstructionOptions, make_dataset
+from lowmem_grpo.recipes.presets import mixed_on_cpu
 from lowmem_grpo.rewards.ready.instructions import instructions_of
 
 WISHES = {  # by kind: what a prompt with it says, and an answer's change that follows it
@@ -101,3 +104,17 @@ def test_a_run_of_two_steps_does_not_finish(tmp_path: Path) -> None:
     assert summary["status"] == "finished" and summary["eval_problems"] == 4 == len(summary["samples"])
     assert sum(kind["problems"] for kind in summary["kinds"].values()) == 4 and "Problems" in result.output
     assert {"rewards/follows_instructions/mean", "rewards/instructions_followed/mean"} <= line.keys()
+
+
+@pytest.mark.parametrize(("amx", "chosen", "mixed"), [
+    (True, {}, {"bf16": True}), (False, {}, {}), (True, {"model": "tiny"}, {}), (True, {"config": {"bf16": False}}, {}),
+    (True, {"config": {"fp16": True}}, {}),
+])
+def test_a_cpu_with_amx_rounds_products_and_says_so_unless_the_user_chose(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, amx: bool, chosen: dict[str, Any],
+    mixed: dict[str, bool],
+) -> None:
+    monkeypatch.setattr(card_check, "has_amx", lambda: amx)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert mixed_on_cpu(InstructionOptions(**chosen)) == mixed
+    assert ("bf16=false computes in float32" in caplog.text) == bool(mixed)
