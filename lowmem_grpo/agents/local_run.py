@@ -5,7 +5,7 @@ import atexit
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib import import_module
@@ -27,7 +27,7 @@ from lowmem_grpo.runs.checkpoint import prune
 from lowmem_grpo.runs.lock import owned
 from lowmem_grpo.runs.records import METRICS, read_lines
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
-from lowmem_grpo.server.openai.chat_handler import DONE, ChatHandler, event, model_entry
+from lowmem_grpo.server.openai.chat_handler import DONE, ChatHandler, Choice, event, model_entry
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request_queue import LIVE
@@ -70,7 +70,7 @@ class ChatTransport(httpx.AsyncBaseTransport):
             return as_json(error.body(), error.status)
 
     async def answer(self, request: Any) -> Any:
-        """Return the list of models, or the model's reply (a stream as a whole). ChatError for any other route."""
+        """Return the list of models, or the model's reply. ChatError for any other route."""
         place = f"{request.method} {request.url.path}"
         if place == "GET /v1/models":
             return as_json({"object": "list", "data": list(map(model_entry, self.chat.names()))})
@@ -85,8 +85,31 @@ class ChatTransport(httpx.AsyncBaseTransport):
 
         if not body.get("stream"):
             return as_json(await self.chat.create(body, session, record))
-        chunks = [event(chunk) async for chunk in self.chat.stream(body, session, record)]
-        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, content=b"".join([*chunks, DONE]))
+        chunks = self.chat.stream(body, session, record)
+        first = await anext(chunks)
+        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=ReplyStream(
+            first, chunks, request.extensions.get("timeout", {}).get("read")))
+
+
+class ReplyStream(httpx.AsyncByteStream):
+    """The events of a streamed reply. An error after the first chunk is sent as an event."""
+
+    def __init__(self, first: Choice, chunks: AsyncGenerator[Choice, None], seconds: float | None) -> None:
+        self.first, self.chunks, self.seconds = first, chunks, seconds
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield event(self.first)
+        try:
+            while chunk := await asyncio.wait_for(anext(self.chunks, None), self.seconds):
+                yield event(chunk)
+            yield DONE
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"nothing came within {self.seconds:g} seconds") from None
+        except ChatError as error:
+            yield event(error.body())
+
+    async def aclose(self) -> None:
+        await self.chunks.aclose()
 
 
 def as_json(reply: dict[str, Any], status: int = 200) -> Any:

@@ -15,6 +15,7 @@ from lowmem_grpo.memory.time_plan import TAIL
 from lowmem_grpo.types import OnGroup, Rollout
 
 Meanwhile = Callable[[int], None]  # (number of unfinished sequences)
+OnTokens = Callable[[list[int], list[float]], bool]  # (new tokens, their log-probabilities); False ends the turn
 # Optional capabilities beyond `generate(prompts, params)`: two keyword arguments of `generate`, and a method
 ON_GROUP, MEANWHILE, CONVERSE = "on_group", "meanwhile", "converse"
 EVERYTHING = frozenset({ON_GROUP, MEANWHILE, CONVERSE})
@@ -32,6 +33,7 @@ class Request:
     ids: list[int]  # (P,) the prompt; it extends the tokens of the episode's last turn unless the history was rewritten
     max_tokens: int  # the most tokens to sample
     seed: int  # for this turn's random numbers
+    on_tokens: OnTokens | None = None  # is called as tokens are sampled, in the engine's thread, and must not wait
 
 
 class Conversation(Protocol):
@@ -69,7 +71,9 @@ class Engine(Protocol):
         request samples one turn with its own limit and seed.
 
         Errors and a lack of memory are handled as in `generate`: turns lost when an engine dies are decoded again,
-        since a turn depends only on its request. An error raised by the conversation ends the call. If a prompt extends
+        since a turn depends only on its request. An error raised by the conversation ends the call. A request's
+        `on_tokens` gets the tokens of its unfinished turn, never a token twice; if it returns False, the turn ends with
+        the tokens that it has, as if they were all that was asked for. If a prompt extends
         the previous turn with the same key, that turn's KV cache is reused where memory allows. If the conversation's
         attribute `goes_on` is true, the next conversation uses the same keys for the same episodes and weights, so the
         KV cache may be kept until the policy changes or the engine sleeps.

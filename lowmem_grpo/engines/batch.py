@@ -161,6 +161,18 @@ class Batch:
         self.rows, self.since = [row for row, _, alive in rows if alive], 0
         return total, sorted(done)
 
+    def tell(self) -> list[int]:
+        """Pass new tokens to the requests that have `on_tokens`, and end the rows that shall end. Return these rows."""
+        state, generation = self.state, self.generation
+        if ended := generation.tell(self.rows):
+            at = torch.tensor(ended, device=state.rows.device)
+            state.alive = state.alive & (state.rows[:, None] != at).all(-1)
+            generation.lengths[at] = torch.tensor([generation.drawn[row] for row in ended], device=at.device)
+            self.rows = [row for row in self.rows if row not in ended]
+            for row in ended:
+                generation.unfinished[row] = 0
+        return ended
+
     def drop_finished(self) -> None:
         """Drop the finished rows. In a call of `converse`, keep their KV cache for the next turns of their episodes."""
         if self.generation.requests:

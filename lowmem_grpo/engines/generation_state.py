@@ -141,6 +141,8 @@ class GenerationState:
         self.unfinished = [self.params.n] * len(self.prompts)  # unfinished rows per prompt
         self.drawn = [0] * rows  # tokens of each row that are known to be drawn, from which it can resume
         self.cached = [0] * rows  # prompt tokens of each row that came from a cache
+        # tokens passed to `on_tokens`, by row, of the turns whose requests have it
+        self.told = {row: 0 for row, request in enumerate(self.requests) if request.on_tokens is not None}
 
     @classmethod
     def from_turns(cls, requests: list[Request], params: SamplingParams, budgets: list[int], device: torch.device,
@@ -215,6 +217,26 @@ class GenerationState:
             return None
         own = (self.routes[row, :ran].clone().cpu(),) if self.routes is not None and ran else ()
         return Routes((*self.prompt_routes[row].parts, *own))
+
+    # Rows whose requests have `on_tokens`
+
+    def tell(self, rows: list[int]) -> list[int]:
+        """Pass the new tokens of `rows`, as far as they are known, to `on_tokens`. Return the rows that shall end."""
+        rows = [row for row in rows if self.told.get(row, self.drawn[row]) < self.drawn[row]]
+        if not rows:
+            return []
+        at, told = (torch.tensor(numbers, device=self.ids.device)[:, None]
+                    for numbers in (rows, [self.told[row] for row in rows]))
+        most = max(self.drawn[row] - self.told[row] for row in rows)
+        places = (told + torch.arange(most, device=told.device)).clamp(max=self.ids.shape[1] - 1)
+        ids, logprobs, ended = self.ids[at, places].tolist(), self.logprobs[at, places].tolist(), list[int]()
+        for row, new, likely in zip(rows, ids, logprobs, strict=True):
+            count, on_tokens = self.drawn[row] - self.told[row], self.requests[row].on_tokens
+            self.told[row] = self.drawn[row]
+            with self.finished.outside_the_engine():
+                if on_tokens is not None and not on_tokens(new[:count], likely[:count]):
+                    ended.append(row)
+        return ended
 
     # Finished rows
 

@@ -218,6 +218,8 @@ class TransformersEngine:
         steps, running = batch.since, len(batch.rows)
         drawn, prompts = batch.find_done()
         self.pace.step(running, drawn)
+        if batch.generation.told:
+            prompts += batch.tell()
         self.report(batch.generation, prompts)
         if len(batch.rows) < len(batch.state.rows) and (batch.has_room or self.pays(batch)):
             batch.drop_finished()

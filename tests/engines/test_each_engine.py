@@ -236,3 +236,46 @@ def test_a_conversation_without_a_turn_ends_at_once(engine: Any) -> None:
     played = Talk([])
     engine.converse(played, GREEDY)
     assert played.takes == [(False, 0)]
+
+
+# Tokens as they come
+
+
+def test_tokens_are_passed_on_while_a_turn_is_sampled_and_change_nothing(
+    engine: Any, prompts: list[list[int]]
+) -> None:
+    heard: dict[int, list[tuple[list[int], list[float]]]] = {0: [], 1: [], 2: []}
+
+    def listen(key: int, ids: list[int], logprobs: list[float]) -> bool:
+        heard[key].append((ids, logprobs))
+        return True
+
+    params = SamplingParams(ignore_eos=True)
+    silent, told = (Talk(prompts, turns=1, max_tokens=lambda key, turn: [9, 4, 12][key], listen=one)
+                    for one in (None, listen))
+    engine.converse(silent, params)
+    engine.converse(told, params)
+    for key, (rollout,) in told.drawn.items():
+        assert rollout == replace(silent.drawn[key][0], cached_tokens=rollout.cached_tokens)
+        count = len(rollout.completion_ids) - 1
+        assert len(heard[key]) == count, "each token but the last comes alone"
+        assert [ids for ids, _ in heard[key]] == [[token] for token in rollout.completion_ids[:count]]
+        assert [logprob for _, (logprob,) in heard[key]] == rollout.rollout_logprobs[:count]
+
+
+def test_a_turn_that_nobody_wants_any_more_ends_and_the_others_go_on_as_they_were(
+    engine: Any, prompts: list[list[int]]
+) -> None:
+    params, count = SamplingParams(ignore_eos=True), 0
+
+    def leave(key: int, ids: list[int], logprobs: list[float]) -> bool:
+        nonlocal count
+        count += key == 1
+        return key != 1 or count < 3
+
+    whole, left = (Talk(prompts, turns=2, max_tokens=lambda key, turn: 12, listen=one) for one in (None, leave))
+    engine.converse(whole, params)
+    engine.converse(left, params)
+    assert [left.ids[key] for key in (0, 2)] == [whole.ids[key] for key in (0, 2)]
+    assert left.ids[1][0] == whole.ids[1][0][:3] and left.drawn[1][0].finish_reason == "length"
+    assert len(left.ids[1][1]) == 1, "the next turn is left at its first token"

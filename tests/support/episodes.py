@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lowmem_grpo.engines.base import Request
@@ -58,6 +59,7 @@ class Talk:
     asked: list[Request] = field(default_factory=list)
     given: list[int] = field(default_factory=list)  # keys, in order
     goes_on: bool = False
+    listen: Callable[[int, list[int], list[float]], bool] | None = None  # `on_tokens` of each request, with its key
     takes: list[tuple[bool, int]] = field(default_factory=list)  # whether the engine was busy, and how many it got
 
     def __post_init__(self) -> None:
@@ -65,7 +67,8 @@ class Talk:
         self.held: list[Request] = []
 
     def request(self, key: int, ids: list[int], turn: int) -> Request:
-        return Request(key, ids, self.max_tokens(key, turn), seed=1000 * key + turn)
+        on_tokens = None if self.listen is None else partial(self.listen, key)
+        return Request(key, ids, self.max_tokens(key, turn), seed=1000 * key + turn, on_tokens=on_tokens)
 
     def next_requests(self, busy: bool) -> list[Request]:
         if not busy:

@@ -4,7 +4,7 @@ the chat over it, and a backend for agents."""
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +133,37 @@ class DeskEngine(ScriptedEngine):
 
     def sleep(self) -> None:
         self.slept += 1
+
+
+class TypingEngine(DeskEngine):
+    """A scripted engine that decodes `turns` side by side, a token of each per step, which takes a permit of `steps`.
+    `ended` has the keys of turns that `on_tokens` ended; `breaks` is raised in place of a step."""
+
+    def __init__(self, says: Callable[[str], str]) -> None:
+        super().__init__(says)
+        self.steps, self.ended, self.breaks = threading.Semaphore(0), list[int](), list[Exception]()
+        self.turns: dict[int, tuple[Request, Rollout, int]] = {}  # with the number of tokens so far
+        self.anew = ""  # what a turn's text becomes at its end
+
+    def converse(self, conversation: Conversation, params: SamplingParams) -> None:
+        turns = self.turns = {}
+        while True:
+            requests = conversation.next_requests(busy=bool(turns))
+            turns |= {one.key: (one, self.answer(one.ids, one.max_tokens), 0) for one in requests}
+            if not turns:
+                return
+            if not self.steps.acquire(timeout=0.005):
+                continue  # others may enter
+            if self.breaks:
+                raise self.breaks.pop()
+            for key, (request, rollout, at) in list(turns.items()):
+                turns[key], on_tokens = (request, rollout, at + 1), request.on_tokens
+                if at + 1 < len(rollout.completion_ids):
+                    if not on_tokens or on_tokens([rollout.completion_ids[at]], [-0.5]):
+                        continue
+                    self.ended.append(key)
+                del turns[key]
+                conversation.add_rollout(key, replace(rollout, text=self.anew or rollout.text))
 
 
 class Noted:

@@ -2,10 +2,12 @@
 
 `LLM.generate` returns only when all requests are finished. To report each prompt at once, admit new turns and measure
 steps, we call the two public methods that `generate` calls: `LLM.enqueue` and `LLMEngine.step` (the same in vLLM 0.26
-to 0.33). The number of running sequences comes from `get_request_counts`, which every scheduler of vLLM has; the path
-to the scheduler is not public, so only this file uses it.
+to 0.33). `enqueue` asks for finished outputs only, so `LLMEngine.add_request`, also public, queues a turn whose tokens
+are passed on as they come. The number of running sequences comes from `get_request_counts`, which every scheduler of
+vLLM has; the path to the scheduler is not public, so only this file uses it.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -23,6 +25,8 @@ from lowmem_grpo.engines.vllm.process_state import torch_states_kept
 from lowmem_grpo.models.routes import Routes, one_prompt
 from lowmem_grpo.types import ImageToken, OnGroup, Rollout
 
+AS_TOKENS = {"type": "token"}  # newer versions ask `add_request` for it, older ones ignore it
+STREAMED = itertools.count()  # numbers of streamed requests
 COLDEST = 0.01  # vLLM silently raises lower temperatures to this
 
 
@@ -57,16 +61,17 @@ class CallSampling:
         ) for request in asked]
 
     def rollout(self, output: Any, prompt: list[int], version: int, cached: int = 0) -> Rollout:
-        """Return vLLM's completion as a rollout; RuntimeError if vLLM aborted it, ArithmeticError for NaN log-probs."""
-        if output.finish_reason not in ("stop", "length"):
+        """Return vLLM's completion, which may be unfinished (finish_reason None), as a rollout. RuntimeError if vLLM
+        aborted it, ArithmeticError for NaN log-probs."""
+        if output.finish_reason not in ("stop", "length", None):
             raise RuntimeError(f"vLLM gave up a completion ({output.finish_reason}); look at its log")
         ids = list(output.token_ids)
-        logprobs = [step[token].logprob for step, token in zip(output.logprobs, ids, strict=True)]
+        logprobs = logprobs_from(output, 0)
         if any(map(math.isnan, logprobs)):
             raise ArithmeticError("the model gave NaN logits: load it in bfloat16 or float32, and check the learning "
                                   "rate")
         text = str(self.tokenizer.decode(ids, skip_special_tokens=self.params.skip_special_tokens))
-        return Rollout(ids, logprobs, output.finish_reason, cut_at_stop(text, self.params), version, cached,
+        return Rollout(ids, logprobs, output.finish_reason or "length", cut_at_stop(text, self.params), version, cached,
                        routes=self.routes(output, len(prompt) + len(ids) - 1))
 
     def routes(self, output: Any, tokens: int) -> Routes | None:
@@ -92,9 +97,16 @@ class Steps:
         names: list[str] = self.llm.enqueue([*map(as_vllm, prompts)], settings, use_tqdm=False)
         return names
 
+    def stream(self, prompt: list[int], settings: Any) -> str:
+        """Queue a prompt of which each step returns an output; returns the request id."""
+        name = f"streamed{next(STREAMED)}"
+        self.llm.llm_engine.add_request(name, as_vllm(prompt) | AS_TOKENS, settings)
+        return name
+
     def step(self) -> list[Any]:
-        """Run a step; returns the outputs of the requests that it finishes. A step that admits waiting sequences also
-        prefills them, so its time counts as prefill. A step that preempts a sequence admits none."""
+        """Run a step; returns the outputs of the requests that it finishes, and of those that `stream` queued. A step
+        that admits waiting sequences also prefills them, so its time counts as prefill. A step that preempts a sequence
+        admits none."""
         running, waiting = self.counts()
         self.pace.resume()
         outputs: list[Any] = self.llm.llm_engine.step()
@@ -103,7 +115,7 @@ class Steps:
             self.pace.read(0)
         self.pace.preemptions += max(0, -entered)
         self.pace.step(running + entered)
-        return [output for output in outputs if output.finished]
+        return outputs
 
     def counts(self) -> tuple[int, int]:
         """Return the numbers of running and of waiting sequences."""
@@ -162,6 +174,7 @@ class OpenTurns(Calls):
         self.open: dict[int, tuple[Request, Any]] = {}  # by episode key, with vLLM's SamplingParams
         self.routes: dict[int, tuple[list[int], Routes]] = {}  # by episode key: the tokens fed, and their routes
         self.keys: dict[str, int] = {}  # episode keys of the open turns by vLLM's request number
+        self.told: dict[int, int] = {}  # by episode key: how many tokens of the open turn `on_tokens` got
 
     def run(self, steps: Steps, version: int) -> None:
         """Decode until the conversation has no more turns. Turns lost with an earlier engine are queued again; if the
@@ -173,6 +186,10 @@ class OpenTurns(Calls):
                 with torch_states_kept(self.device):  # around the step only: environments may draw random numbers
                     outputs = steps.step()
                 for output in outputs:
+                    if not output.finished:
+                        if self.tell(output):
+                            continue
+                        steps.llm.llm_engine.abort_request([number_of(output.request_id)])
                     steps.pace.tokens["prefill"] += self.give_turn(output, version)
         except Exception:
             if self.failed_outside is not None and self.keys:
@@ -190,14 +207,29 @@ class OpenTurns(Calls):
         return bool(self.open)
 
     def enter(self, steps: Steps, turns: list[tuple[Request, Any]]) -> None:
-        if turns:
-            names = steps.enqueue([request.ids for request, _ in turns], [settings for _, settings in turns])
-            self.keys |= {number_of(name): request.key for name, (request, _) in zip(names, turns, strict=True)}
+        whole = [turn for turn in turns if turn[0].on_tokens is None]
+        if whole:
+            names = steps.enqueue([request.ids for request, _ in whole], [settings for _, settings in whole])
+            self.keys |= {number_of(name): request.key for name, (request, _) in zip(names, whole, strict=True)}
+        for request, settings in turns:
+            if request.on_tokens is not None:
+                self.keys[steps.stream(request.ids, settings)] = request.key
+
+    def tell(self, output: Any) -> bool:
+        """Pass the new tokens of an unfinished turn to `on_tokens`, also if another engine sampled the first ones.
+        Return whether the turn shall go on."""
+        key = self.keys[number_of(output.request_id)]
+        (request, _), (completion,), told = self.open[key], output.outputs, self.told.get(key, 0)
+        new = list(completion.token_ids[told:])
+        self.told[key] = told + len(new)
+        with self.outside_the_engine():
+            return not new or request.on_tokens is None or request.on_tokens(new, logprobs_from(completion, told))
 
     def give_turn(self, output: Any, version: int) -> int:
         """Pass a finished turn to the conversation, never twice; return how many of its prompt tokens were uncached."""
         key = self.keys.pop(number_of(output.request_id))
         request, _ = self.open.pop(key)
+        self.told.pop(key, None)
         cached = output.num_cached_tokens or 0
         with self.outside_the_engine():
             rollout = self.sampling.rollout(output.outputs[0], request.ids, version, cached)
@@ -215,6 +247,11 @@ def as_vllm(prompt: list[int]) -> dict[str, Any]:
     images = [token.image for token, _ in groupby(prompt) if isinstance(token, ImageToken)]
     named = {"multi_modal_data": {"image": [None] * len(images)}, "multi_modal_uuids": {"image": images}}
     return {"prompt_token_ids": [*map(int, prompt)]} | (named if images else {})
+
+
+def logprobs_from(output: Any, start: int) -> list[float]:
+    """Return the log-probabilities of a completion's tokens from index `start` on."""
+    return [step[token].logprob for step, token in zip(output.logprobs[start:], output.token_ids[start:], strict=True)]
 
 
 def number_of(name: str) -> str:

@@ -5,11 +5,12 @@ import copy
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
-from itertools import islice
+from functools import cached_property, partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +18,13 @@ from jinja2 import TemplateError
 
 from lowmem_grpo.config.sampling import SamplingParams, seed_of
 from lowmem_grpo.environments.template import RendererError
-from lowmem_grpo.environments.tools.forms import ToolFormError
+from lowmem_grpo.environments.tools.forms import Reads, ToolFormError
 from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest, TextRequest, message_of
 from lowmem_grpo.server.openai.request_queue import EngineCall, WorkerClosedError
+from lowmem_grpo.server.openai.streaming import CallStream, merged
 from lowmem_grpo.server.openai.token_texts import TokenTexts, older_logprobs
 from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.types import Turn
@@ -62,6 +64,11 @@ class ChatHandler:
         # what a request makes this thread do, its user's other requests wait for, and no one else
         self.thread = ThreadPoolExecutor(1, "lowmem_grpo requests")
 
+    @cached_property
+    def stream_texts(self) -> TokenTexts:
+        """The texts of tokens for event loops, while the thread uses the tokenizer of `texts`."""
+        return TokenTexts(copy.deepcopy(self.worker.tokenizer))
+
     def turn(self, name: str) -> Turn | None:
         """Return a turn by name, as the engine returned it; None if it is unknown or evicted."""
         return self.histories.turn(name)
@@ -89,15 +96,14 @@ class ChatHandler:
     async def stream(
         self, body: Mapping[str, Any], session: str = "", record: Record = unrecorded, texts: bool = False,
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the chunks of a reply. The whole text of a choice is one chunk, as soon as its turn is sampled. A
-        refused request raises ChatError before the first chunk."""
+        """Yield the chunks of a reply, as the tokens of its choices are sampled. A refused request raises ChatError
+        before the first chunk. If the generator is closed, the engine stops sampling."""
         pending = await self.started({**body, "stream": True}, session, texts)
         try:
-            for answer in asyncio.as_completed(map(pending.answer, range(len(pending.calls)))):
-                choice = pending.keep(*await answer)
-                for piece in pending.pieces(choice):
+            async with aclosing(merged([pending.pieces(place) for place in range(len(pending.calls))])) as pieces:
+                async for piece in pieces:
                     if piece["finish_reason"] is not None:
-                        await record([choice])
+                        await record([pending.choices[piece["index"]]])
                     yield pending.chunk([piece])
             if pending.asked.stream_options.get("include_usage"):
                 yield pending.chunk([], pending.usage())
@@ -144,6 +150,7 @@ class PendingCompletions:
     """A request for completions of plain prompts (OpenAI's older API) in progress. The constructor submits its calls to
     the worker; `reply` and `chunk` format the results."""
 
+    parser: Reads | None = None  # of tool calls
     prefix, whole, piece = "cmpl", "text_completion", "text_completion"  # id prefix; `object` of a reply, of a chunk
 
     def __init__(self, chat: ChatHandler, asked: TextRequest, adapter: Adapter) -> None:
@@ -164,6 +171,8 @@ class PendingCompletions:
         self.calls = [EngineCall(ids, params_of(asked, len(ids), place, chat.worker.context), adapter, key, version,
                                  user=chat.user)
                       for ids in prompts for place, key in enumerate(keys)]
+        self.streams = [CallStream(call, chat.stream_texts, self.parser) for call in self.calls if asked.stream]
+        self.choices: dict[int, Choice] = {}  # of a stream, by index, those that are complete
         for call in self.calls:
             chat.worker.submit(call)
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
@@ -186,13 +195,13 @@ class PendingCompletions:
             raise ChatError(500, f"the engine could not answer ({type(error).__name__}: {error})") from error
         self.turns.append(turn)
         return turn, None if count is None else await self.chat.aside(
-            partial(self.chat.texts.logprobs, turn, likeliest, count))
+            partial(self.chat.texts.logprobs, turn.completion_ids, turn.logprobs, likeliest, count))
 
     async def answer(self, place: int) -> tuple[Turn, Choice]:
         """Await the turn of call number `place`, and return it with its choice."""
         turn, told = await self.drawn(place)
         choice = {"index": place, "text": turn.text, "finish_reason": turn.finish_reason,
-                  "logprobs": None if told is None else older_logprobs(told["content"], bool(self.asked.likeliest))}
+                  "logprobs": None if told is None else self.logprobs(told["content"])}
         if self.asked.return_token_ids:
             choice |= {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.completion_ids}
         return turn, choice
@@ -201,9 +210,34 @@ class PendingCompletions:
         """Return a turn's choice as it is sent to the client; for a chat, also cache the turn."""
         return choice
 
-    def pieces(self, choice: Choice) -> Iterator[Choice]:
-        """Yield a choice in parts, one for each chunk of a stream."""
-        yield choice
+    def logprobs(self, content: list[dict[str, Any]], start: int = 0) -> dict[str, Any]:
+        """Return the logprobs of tokens in the reply's format. The first token is at the character `start`."""
+        return older_logprobs(content, bool(self.asked.likeliest), start)
+
+    async def pieces(self, place: int) -> AsyncIterator[Choice]:
+        """Yield a choice in parts, one for each chunk of a stream, while its tokens are sampled. The last part has the
+        finish reason, and what is known of a whole completion only. ChatError if the call failed."""
+        stream, opening = self.streams[place], self.opening(place)
+        async for text in stream.pieces():
+            for piece in opening:
+                yield piece
+            if text:
+                told = self.logprobs(*stream.new_logprobs()) if self.asked.likeliest == 0 else None
+                yield self.piece_of(place, text, told)
+        self.choices[place] = choice = self.keep(*await self.answer(place))
+        for piece in chain(opening, self.ending(choice, stream)):
+            yield piece
+
+    def opening(self, place: int) -> Iterator[Choice]:
+        """Yield what is sent once the first tokens are there."""
+        yield from ()
+
+    def piece_of(self, place: int, text: str, logprobs: dict[str, Any] | None) -> Choice:
+        return {"index": place, "text": text, "finish_reason": None, "logprobs": logprobs}
+
+    def ending(self, choice: Choice, stream: CallStream) -> Iterator[Choice]:
+        """Yield what was not sent before the completion's end."""
+        yield choice | {"text": stream.rest(choice["text"]), "logprobs": stream.left(choice["logprobs"])}
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts; each prompt counts once, however many completions it has."""
@@ -233,22 +267,23 @@ class PendingChat(PendingCompletions):
         self.histories, self.kept = chat.histories, False
         chat.texts.check_kwargs(asked.chat_template_kwargs)
         try:
-            self.opening = self.histories.open_prompt(asked.messages, asked.tools, session, asked.model,
+            self.prompt = self.histories.open_prompt(asked.messages, asked.tools, session, asked.model,
                                                       asked.chat_template_kwargs, turn)
         except (RendererError, ToolFormError, TemplateError, TypeError) as error:
             raise ChatError(400, str(error), "tools" if isinstance(error, ToolFormError) else "messages") from error
+        self.parser = None if asked.tool_choice == "none" else self.prompt.dialect.parser
         try:
-            self.submit(chat, asked, adapter, [self.opening.ids],
-                        [self.opening.key, *islice(self.histories.keys, asked.n - 1)])
+            self.submit(chat, asked, adapter, [self.prompt.ids],
+                        [self.prompt.key, *islice(self.histories.keys, asked.n - 1)])
         except ChatError:
-            self.histories.close_prompt(self.opening, kept=False)
+            self.histories.close_prompt(self.prompt, kept=False)
             raise
 
     async def answer(self, place: int) -> tuple[Turn, Choice]:
         asked, (turn, told) = self.asked, await self.drawn(place)
         reading = Reading(turn.text)
         if asked.tool_choice != "none":
-            reading = await self.chat.aside(partial(self.histories.read, self.opening, turn))
+            reading = await self.chat.aside(partial(self.histories.read, self.prompt, turn))
         if not asked.parallel_tool_calls:
             reading.calls = reading.calls[:1]
         turn = replace(turn, calls=len(reading.calls) + len(reading.errors), failures=len(reading.errors))
@@ -259,34 +294,38 @@ class PendingChat(PendingCompletions):
 
     def keep(self, turn: Turn, choice: Choice) -> Choice:
         self.kept = True
-        choice["turn"] = self.histories.keep(self.opening, turn, turn.message, self.calls[choice["index"]].key)
+        choice["turn"] = self.histories.keep(self.prompt, turn, turn.message, self.calls[choice["index"]].key)
         choice["completion_tokens"] = len(turn.completion_ids)
         return choice | ({"token_ids": turn.completion_ids} if self.asked.return_token_ids else {})
 
-    def pieces(self, choice: Choice) -> Iterator[Choice]:
+    def logprobs(self, content: list[dict[str, Any]], start: int = 0) -> dict[str, Any]:
+        return {"content": content, "refusal": None}
+
+    def opening(self, place: int) -> Iterator[Choice]:
+        yield self.piece_of(place, "", None, role="assistant")
+
+    def piece_of(self, place: int, text: str, logprobs: dict[str, Any] | None, **more: Any) -> Choice:
+        return {"index": place, "delta": more | {"content": text}, "finish_reason": None, "logprobs": logprobs}
+
+    def ending(self, choice: Choice, stream: CallStream) -> Iterator[Choice]:
         message, rest = choice["message"], {name: value for name, value in choice.items() if name != "message"}
-
-        def piece(delta: dict[str, Any], **more: Any) -> Choice:
-            return {"index": rest["index"], "delta": delta, "finish_reason": None, "logprobs": None,
-                    "turn": rest["turn"], **more}
-
-        yield piece({"role": "assistant", "content": ""})
-        if message["content"]:
-            yield piece({"content": message["content"]}, logprobs=rest.pop("logprobs"))
+        text, rest["logprobs"] = stream.rest(message["content"] or ""), stream.left(choice["logprobs"])
+        if text:
+            yield self.piece_of(choice["index"], text, rest.pop("logprobs"))
         for place, call in enumerate(message.get("tool_calls", ())):
-            yield piece({"tool_calls": [{"index": place, **call}]})
-        yield piece({}) | rest
+            yield self.piece_of(choice["index"], "", None) | {"delta": {"tool_calls": [{"index": place, **call}]}}
+        yield {"delta": {}, "logprobs": None} | rest
 
     def usage(self) -> dict[str, Any]:
         cached = max((turn.cached_tokens for turn in self.turns), default=0)
         return super().usage() | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def reply(self, choices: list[Choice]) -> dict[str, Any]:
-        return super().reply(choices) | ({"prompt_token_ids": self.opening.ids} if self.asked.return_token_ids else {})
+        return super().reply(choices) | ({"prompt_token_ids": self.prompt.ids} if self.asked.return_token_ids else {})
 
     def finish_request(self) -> None:
         super().finish_request()
-        self.histories.close_prompt(self.opening, self.kept)
+        self.histories.close_prompt(self.prompt, self.kept)
 
 
 def reply_message(reading: Reading) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
-from lowmem_grpo.engines.base import Engine, Request
+from lowmem_grpo.engines.base import Engine, OnTokens, Request
 from lowmem_grpo.types import Rollout, Turn
 
 LIVE = "live"  # the adapter in the model, as it is during sampling
@@ -38,6 +38,7 @@ class EngineCall:
     future: "Future[Turn]" = field(default_factory=Future)
     seed: int = 0  # the resolved seed, set by the worker
     user: str = ""  # users have turns
+    on_tokens: OnTokens | None = None  # as in `Request`
 
     @cached_property
     def batch_key(self) -> tuple[object, ...]:
@@ -235,7 +236,7 @@ class EngineSession:
         if key in self.open:
             key = self.keys.new()
         self.open[key] = call
-        return Request(key, call.ids, call.params.max_tokens, call.seed)
+        return Request(key, call.ids, call.params.max_tokens, call.seed, call.on_tokens)
 
 
 def turn_of(call: EngineCall, rollout: Rollout) -> Turn:

@@ -20,7 +20,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from lowmem_grpo.data.prompt_inputs import text_ids
 from lowmem_grpo.engines.request_output import Logprob
 from lowmem_grpo.server.requests import ChatError
-from lowmem_grpo.types import Turn
 
 BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # bytes by letter in byte-level vocabularies
 NOT_A_CLIENTS = {"messages", "raise_exception", "strftime_now",
@@ -87,10 +86,11 @@ class TokenTexts:
         raw = self.bytes_of(token)
         return {"token": raw.decode(errors="replace"), "bytes": list(raw), "logprob": max(logprob, -9999.0)}
 
-    def logprobs(self, turn: Turn, likeliest: list[dict[int, Logprob]] | None, count: int) -> dict[str, Any]:
-        """Return OpenAI's logprobs of the sampled tokens, with the `count` likeliest tokens at each position."""
+    def logprobs(self, ids: list[int], logprobs: list[float], likeliest: list[dict[int, Logprob]] | None = None,
+                 count: int = 0) -> dict[str, Any]:
+        """Return OpenAI's logprobs of sampled tokens, with the `count` likeliest tokens at each position."""
         content = []
-        for place, (token, logprob) in enumerate(zip(turn.completion_ids, turn.logprobs, strict=True)):
+        for place, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             others = [] if likeliest is None else [
                 self.entry(other, likely.logprob) for other, likely in likeliest[place].items() if likely.rank <= count]
             content.append(self.entry(token, logprob) | {
@@ -115,10 +115,11 @@ def letters(value: Any) -> int:
     return len(value) if isinstance(value, str) else sum(map(letters, value)) if isinstance(value, list | tuple) else 0
 
 
-def older_logprobs(content: list[dict[str, Any]], with_others: bool) -> dict[str, Any]:
-    """Return logprobs in the form of OpenAI's older API; `with_others` adds the likeliest tokens."""
+def older_logprobs(content: list[dict[str, Any]], with_others: bool, start: int = 0) -> dict[str, Any]:
+    """Return logprobs in the form of OpenAI's older API; `with_others` adds the likeliest tokens. The first token is at
+    the character `start`."""
     tokens = [entry["token"] for entry in content]
     others = [{other["token"]: other["logprob"] for other in entry["top_logprobs"]} for entry in content]
     return {"tokens": tokens, "token_logprobs": [entry["logprob"] for entry in content],
             "top_logprobs": others if with_others else None,
-            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[:len(tokens)]}
+            "text_offset": list(accumulate(map(len, tokens[:-1]), initial=start))[:len(tokens)]}

@@ -199,7 +199,7 @@ def test_a_stream_says_the_same_as_a_reply_in_chunks(chat: ChatHandler) -> None:
         assert "".join(one.get("content") or "" for one in deltas) == "Let me add."
         assert deltas[2]["tool_calls"][0]["function"]["name"] == "add" and deltas[2]["tool_calls"][0]["index"] == 0
         assert [one["finish_reason"] for one in mine] == [None, None, None, "tool_calls"]
-        turn = chat.turn(mine[0]["turn"])
+        turn = chat.turn(mine[-1]["turn"])
         assert turn is not None and len(mine[1]["logprobs"]["content"]) == len(turn.completion_ids)
 
 

@@ -75,7 +75,7 @@ def test_a_stream_is_read_like_openais_and_may_be_left(client: openai.AsyncOpenA
 
     chunks = asyncio.run(read())
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == CALL
-    assert isinstance(chunks[0], ChatCompletionChunk) and chunks[0].choices[0].turn  # type: ignore[attr-defined]
+    assert isinstance(chunks[0], ChatCompletionChunk) and chunks[-1].choices[0].turn  # type: ignore[attr-defined]
     asyncio.run(leave())
     assert chat.worker.engine.conversations == 1  # type: ignore[union-attr]
 
