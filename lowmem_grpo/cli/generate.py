@@ -83,8 +83,18 @@ def answer(
 
     folder, base = adapter_and_base(adapter)
     loaded, request = load(model or base or "tiny", folder, CONTEXT, **form)
-    (output,) = loaded.fast_generate([[{"role": "user", "content": prompt}]], params, request)
-    for completion in output.outputs:
-        record = {"text": completion.text, "tokens": len(completion.token_ids), "finish": completion.finish_reason}
-        said = visible(completion.text) if sys.stdout.isatty() else completion.text  # a file gets what was sampled
-        click.echo(json.dumps(record) if as_json else said)
+    messages = [[{"role": "user", "content": prompt}]]
+    if as_json:
+        (output,) = loaded.fast_generate(messages, params, request)
+        for completion in output.outputs:
+            click.echo(json.dumps({"text": completion.text, "tokens": len(completion.token_ids),
+                                   "finish": completion.finish_reason}))
+    else:
+        from lowmem_grpo.cli.printing import print_answers
+
+        print_answers(loaded, messages, params, request, say)
+
+
+def say(text: str) -> None:
+    """Print a part of an answer; a file gets what was sampled."""
+    click.echo(visible(text) if sys.stdout.isatty() else text, nl=False)
