@@ -256,7 +256,10 @@ def test_tokens_are_passed_on_while_a_turn_is_sampled_and_change_nothing(
     engine.converse(silent, params)
     engine.converse(told, params)
     for key, (rollout,) in told.drawn.items():
-        assert rollout == replace(silent.drawn[key][0], cached_tokens=rollout.cached_tokens)
+        same, rounding = silent.drawn[key][0], 1e-5 if engine.name == "vllm" else 0  # it takes prefixes from its cache
+        assert (rollout.completion_ids, rollout.text, rollout.finish_reason) == (
+            same.completion_ids, same.text, same.finish_reason)
+        assert rollout.rollout_logprobs == pytest.approx(same.rollout_logprobs, rel=0, abs=rounding)
         count = len(rollout.completion_ids) - 1
         assert len(heard[key]) == count, "each token but the last comes alone"
         assert [ids for ids, _ in heard[key]] == [[token] for token in rollout.completion_ids[:count]]
