@@ -17,7 +17,9 @@ from lowmem_grpo.types import Rollout
 
 class PrintedAnswers:
     """The `Conversation` of an engine that samples n answers to one prompt side by side. They are printed one after the
-    other, each from its first token on if it is the next to print."""
+    other: the first one token by token, and each later one up to where it is, and then token by token.
+
+    `say` is called in the engine's thread, which waits for it."""
 
     def __init__(self, ids: list[int], params: SamplingParams, tokenizer: Any, say: Callable[[str], None]) -> None:
         seeds = params.seeds or [random.getrandbits(62) for _ in range(params.n)]
