@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from lowmem_grpo.data.prompt_inputs import calls_of, encoded
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
+from lowmem_grpo.engines.decoding import converse
 from lowmem_grpo.engines.request_output import LoraRequest, OutputProcessor, RequestOutput, as_request
 from lowmem_grpo.memory.layer_forms import FP8
 from lowmem_grpo.memory.offload.activations import AUTO, checkpointing_mode, enable_checkpointing
@@ -93,6 +94,16 @@ class FastGeneration(Saving):
                 outputs += [answers.request_output(len(outputs) + place, *prompt, group)
                             for place, (prompt, group) in enumerate(zip(part, groups, strict=True))]
         return outputs
+
+    def stream_text(self, prompt: Any, params: Any, lora_request: Any, say: Callable[[str], None]) -> None:
+        """Sample n completions of one prompt as `fast_generate` does, with our SamplingParams, and pass their text to
+        `say` as it is sampled: one completion after the other, each with a line's end."""
+        from lowmem_grpo.engines.text_stream import AnswersInOrder
+
+        tokenizer = self.loaded.tokenizer
+        ((_, ids),) = encoded(tokenizer, prompt, self.inner.config.get_text_config().vocab_size)
+        with adapter_for(self.inner, as_request(lora_request)):
+            converse(self.engine(), AnswersInOrder(ids, params, tokenizer, say), replace(params, n=1), tokenizer)
 
     @property
     def inner(self) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from small_models import scatter
 from tables import every_row
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 import lowmem_grpo
 from lowmem_grpo import FastLanguageModel, SamplingParams
@@ -25,6 +25,29 @@ from lowmem_grpo.runs.saved_adapter import CheckpointError, base_of_adapter
 QUESTION = "Start with 17. Add 8. Subtract 13. Multiply by 3. What is the result?"
 CHAT = [{"role": "user", "content": QUESTION}]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@every_row("options", [{"temperature": 0.0}, {"n": 3, "temperature": 1.3}, {"stop": ["Answer", "="]}])
+def test_text_is_told_in_parts_which_are_the_completions_of_fast_generate_in_their_order(
+    bare: BareModel, options: dict[str, Any]
+) -> None:
+    params, said = SamplingParams(max_tokens=40, seed=3, **options), list[str]()
+    bare.stream_text(CHAT, params, None, said.append)
+    (output,) = bare.fast_generate(CHAT, params)
+    assert "".join(said) == "".join(f"{completion.text}\n" for completion in output.outputs)
+    assert len(said) > 5 or "stop" in options
+
+
+def test_the_text_streamer_of_transformers_prints_while_either_model_generates(
+    bare: BareModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for model in (bare, load()):
+        tokenizer = model.loaded.tokenizer
+        ids = tokenizer(QUESTION, return_tensors="pt").input_ids
+        capsys.readouterr()
+        made = model.generate(input_ids=ids, streamer=TextStreamer(tokenizer, skip_prompt=True), max_new_tokens=6,
+                              do_sample=False)
+        assert capsys.readouterr().out == tokenizer.decode(made[0, ids.shape[1]:]) + "\n"
 
 
 def load(r: int = 4) -> FastPeftModel:

@@ -90,9 +90,7 @@ def answer(
             click.echo(json.dumps({"text": completion.text, "tokens": len(completion.token_ids),
                                    "finish": completion.finish_reason}))
     else:
-        from lowmem_grpo.cli.printing import print_answers
-
-        print_answers(loaded, messages, params, request, say)
+        loaded.stream_text(messages, params, request, say)
 
 
 def say(text: str) -> None:

@@ -1,10 +1,15 @@
 """The text of a completion while it is sampled, for replies that are sent or printed as they come."""
 
+import random
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines.base import Request
 from lowmem_grpo.engines.decoding import cut_at_stop, first_stop
+from lowmem_grpo.types import Rollout
 
 PART = "�"  # a tokenizer's text for bytes that are no whole character
 ONE_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a token of tokenizers with a byte fallback
@@ -70,3 +75,40 @@ class TextStream:
         piece, self.held = self.held[:count], self.held[count:]
         self.given += piece
         return piece
+
+
+class AnswersInOrder:
+    """The `Conversation` of an engine that samples n answers to one prompt side by side. Their texts are passed to
+    `say` one after the other: the first as it comes, and each later one up to where it is, and then as it comes.
+
+    The engine waits for `say`."""
+
+    def __init__(self, ids: list[int], params: SamplingParams, tokenizer: Any, say: Callable[[str], None]) -> None:
+        seeds = params.seeds or [random.getrandbits(62) for _ in range(params.n)]
+        self.ready = [Request(place, ids, params.max_tokens, seed, partial(self.hear, place))
+                      for place, seed in enumerate(seeds)]
+        self.streams = [TextStream(tokenizer, params) for _ in seeds]
+        self.unsaid = [""] * params.n
+        self.now, self.ended, self.say = 0, set[int](), say
+
+    def next_requests(self, busy: bool) -> list[Request]:
+        ready, self.ready = self.ready, []
+        return ready
+
+    def hear(self, place: int, ids: list[int], logprobs: list[float]) -> bool:
+        self.put(place, self.streams[place].add(ids))
+        return True
+
+    def add_rollout(self, key: int, rollout: Rollout) -> None:
+        self.put(key, self.streams[key].finish(rollout.text) + "\n")
+        self.ended.add(key)
+        while self.now in self.ended and self.now + 1 < len(self.unsaid):
+            self.now += 1
+            self.put(self.now, "")
+
+    def put(self, place: int, text: str) -> None:
+        """Pass an answer's text on if its turn has come; else keep it."""
+        self.unsaid[place] += text
+        if place == self.now and self.unsaid[place]:
+            self.say(self.unsaid[place])
+            self.unsaid[place] = ""
