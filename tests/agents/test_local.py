@@ -35,12 +35,23 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture(scope="module")
 def model(loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Registered, and trained for a step."""
-    made, trainer = agent(), backend(tmp_path_factory.mktemp("runs"))
+    yield from trained(loop, tmp_path_factory.mktemp("runs"))
+
+
+def trained(loop: asyncio.AbstractEventLoop, folder: Path) -> Iterator[Any]:
+    """Yield a model that is registered, and trained for a step."""
+    made, trainer = agent(), backend(folder)
     loop.run_until_complete(made.register(trainer))
     loop.run_until_complete(made.train(played(made, loop)))
     yield made
+    del PLAYED[id(made)]  # another model may come to lie there
     loop.run_until_complete(trainer.close())
+
+
+@pytest.fixture
+def own_model(loop: asyncio.AbstractEventLoop, tmp_path: Path) -> Iterator[Any]:
+    """A model that no other test has trained."""
+    yield from trained(loop, tmp_path)
 
 
 PLAYED: dict[int, list[art.TrajectoryGroup]] = {}
@@ -115,7 +126,9 @@ def test_what_is_trained_is_what_was_sampled(model: Any, loop: asyncio.AbstractE
     assert line["metrics/won"] == pytest.approx(line["reward"])
 
 
-def test_names_of_checkpoints_answer_and_old_ones_are_deleted(model: Any, loop: asyncio.AbstractEventLoop) -> None:
+def test_names_of_checkpoints_answer_and_old_ones_are_deleted(own_model: Any, loop: asyncio.AbstractEventLoop) -> None:
+    model = own_model
+
     async def ask(name: str) -> str:
         asked = [{"role": "user", "content": "Guess a number from 1 to 32."}]
         reply = await model.openai_client().chat.completions.create(model=name, messages=asked, max_tokens=4, seed=1)
