@@ -28,8 +28,8 @@ DEFAULTS = USUAL | {"output_dir": "runs/code", "max_steps": 100, "max_completion
 PRESETS: Presets = {
     "cpu": Preset("tiny", 1024, 32, 64,
                   {"max_steps": 5, "max_completion_length": 48, "gradient_accumulation_steps": 2}),
-    **dict.fromkeys(("8", "16"), Preset("Qwen/Qwen2.5-Coder-1.5B-Instruct", 1024, 32, 64,
-                                        {"optim": "paged_adamw_8bit"})),
+    "8": Preset("Qwen/Qwen2.5-Coder-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
+    "16": Preset("Qwen/Qwen2.5-Coder-1.5B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
     "24": Preset("Qwen/Qwen2.5-Coder-3B-Instruct", 1024, 32, 64, {"optim": "paged_adamw_8bit"}),
     "48": Preset("Qwen/Qwen2.5-Coder-7B-Instruct", 1280, 32, 64,
                  {"max_completion_length": 512, "optim": "paged_adamw_8bit"}),

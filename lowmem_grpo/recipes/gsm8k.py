@@ -41,8 +41,10 @@ DEFAULTS: dict[str, Any] = {
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny", 1536, 16, 16, {"max_completion_length": 64, "max_steps": 3, "optim": "adamw_torch"}),
-    **dict.fromkeys(("8", "16"), Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 32,
-                                        {"max_completion_length": 640, "optim": "paged_adamw_8bit"})),
+    "8": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 32,
+                {"max_completion_length": 640, "optim": "paged_adamw_8bit"}),
+    "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", 1024, 32, 32,
+                 {"max_completion_length": 640, "optim": "paged_adamw_8bit"}),
     "24": Preset("Qwen/Qwen2.5-3B-Instruct", 1536, 32, 32,
                  {"max_completion_length": 1024, "optim": "paged_adamw_8bit"}),
     "48": Preset("Qwen/Qwen2.5-7B-Instruct", 2048, 32, 32,

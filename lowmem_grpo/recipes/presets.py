@@ -49,8 +49,8 @@ Presets = dict[str, Preset]  # by size in GB, or CPU; a recipe with only a CPU p
 def on_cards(context: int) -> Presets:
     """Return the usual presets for all card sizes, with `context` tokens for prompt and completion together."""
     return {
-        **dict.fromkeys(("8", "16"), Preset("Qwen/Qwen2.5-1.5B-Instruct", context, 32, 64,
-                                            {"optim": "paged_adamw_8bit"})),
+        "8": Preset("Qwen/Qwen2.5-1.5B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
+        "16": Preset("Qwen/Qwen2.5-1.5B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
         "24": Preset("Qwen/Qwen2.5-3B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
         "48": Preset("Qwen/Qwen2.5-7B-Instruct", context, 32, 64, {"optim": "paged_adamw_8bit"}),
         "80": Preset("meta-llama/Llama-3.1-8B-Instruct", context, 64, 128, {"optim": "adamw_8bit"}),

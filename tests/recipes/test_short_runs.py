@@ -56,7 +56,7 @@ def test_a_short_run_finishes_on_the_embedded_model_and_says_how_others_play(
     *([(f"code isolation={ISOLATION} workers=0", "workers is 0")] * bool(WORKING)),
     ("countdown operators=^", "operators is '^'"),
     ("email longest_words=-1", "longest is -1"), ("proximity sft_steps=-1", "sft_steps is -1; it must be"),
-    ("gsm8k gpu=99", "gpu is '99'; allowed are auto, cpu, 16, 24, 48, 80"),
+    ("gsm8k gpu=99", "gpu is '99'; allowed are auto, cpu, 8, 16, 24, 48, 80"),
     ("gsm8k gradient_checkpointing_mode=disk", "allowed: none, device, offload"),
     ("guess largest=1", "largest is 1 and tries is 5; they must be at least 2 and 1"),
     ("tictactoe strengths=half", "strengths is 'half'; give numbers with commas between them"),

@@ -33,7 +33,7 @@ def test_gguf_goes_through_the_converter_and_is_read_back(adapter: Path, tmp_pat
                           "--gguf-type", "q8_0")
     assert done.exit_code == 0, done.output
     assert "GGUF read back: qwen2, 74 tensors" in done.output
-    assert names_beside(tmp_path / "out") == ["export.json", "tiny-q8_0.arguments", "tiny-q8_0.gguf"]
+    assert names_beside(tmp_path / "out") == ["README.md", "export.json", "tiny-q8_0.arguments", "tiny-q8_0.gguf"]
     merged, flag, out, kind, chosen = json.loads((tmp_path / "out" / "tiny-q8_0.arguments").read_text())
     assert (flag, kind, chosen) == ("--outfile", "--outtype", "q8_0")
     assert Path(out).name == "tiny-q8_0.gguf"
