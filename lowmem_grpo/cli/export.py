@@ -79,6 +79,7 @@ def check_asked(
 
 
 def summary(done: Any) -> list[str]:
+    """Return the lines on an export: its folder and size, and what was read back and compared."""
     of = f" and {done.base}" if done.base else ""
     lines = [f"{done.format}: {done.folder} ({size_text(done.bytes)}), from the {done.source}{of}"]
     checks = done.checks

@@ -79,6 +79,7 @@ def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples
 def answer(
     prompt: str, model: str | None, adapter: Path | None, form: dict[str, bool], params: Any, as_json: bool
 ) -> None:
+    """Print the answers to a prompt: as they are sampled, or one JSON object each."""
     from lowmem_grpo.cli.playing import CONTEXT, adapter_and_base, load
 
     folder, base = adapter_and_base(adapter)

@@ -130,8 +130,8 @@ class InstructionOptions(ProblemOptions):
             raise ValueError(f"kinds has {unknown[0]!r}; allowed are {', '.join(names)}")
         return [names[name] for name in asked]
 
-
     def dataset(self, split: str, size: int, seed: int) -> Dataset:
+        """Return `make_dataset` with these options."""
         return make_dataset(split, size, seed, self.most, self.chosen)
 
 

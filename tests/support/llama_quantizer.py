@@ -46,6 +46,8 @@ def llama_quantizer(cache: Path = CACHE) -> Path:
 
 
 def extract(folder: Path) -> None:
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed (CONTRIBUTING.md)")
     words = ["npm", "pack", "--silent", "--pack-destination", str(folder), f"{PACKAGE}@{VERSION}"]
     if subprocess.run(words, cwd=folder, capture_output=True, check=False, timeout=600).returncode:
         pytest.skip(UNREACHABLE)

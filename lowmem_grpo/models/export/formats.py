@@ -19,7 +19,7 @@ from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.models.export import gguf, model_card
 from lowmem_grpo.models.export.base_weights import empty_model, stored_weights, tensor_files
 from lowmem_grpo.models.export.folder import Exported, ExportError, new_folder
-from lowmem_grpo.models.export.four_bit import write_in_4bit
+from lowmem_grpo.models.export.four_bit import check_in_4bit, write_in_4bit
 from lowmem_grpo.models.export.merge import read_pairs
 from lowmem_grpo.models.export.merged import (
     DTYPES,
@@ -150,6 +150,8 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
     with stored.naming_the_model():
         (config, names), tokenizer = stored.parts(), tokenizer_beside(adapter.folder) or stored.tokenizer()
         form = stored.form(form)
+    if done.format == model_card.MERGED_4BIT:
+        check_in_4bit(config)
     adapter_config = lora_config(adapter_settings(adapter.folder), adapter.folder)
     check_patterns(adapter_config, (path for path, _ in empty_model(config).named_modules()), adapter.note)
     weights = stored_weights(Path(stored.path), config, form, computed, device, names)

@@ -27,6 +27,7 @@ from lowmem_grpo.runs.files import write_card
 def save_in_4bit(model: Any, out: Path, tokenizer: Any, dtype: str | None, overwrite: bool,
                  name: str | None = None) -> Exported:
     """Merge a loaded model with its adapter and write the folder `out`, in 4 bits."""
+    check_in_4bit(model.config)
     merge, done = live_merge(model, tokenizer, dtype), Exported(out, MERGED_4BIT, "a loaded model", name)
     with new_folder(done, overwrite) as temp:
         write_folder(merge, temp / "merged", done)
@@ -35,13 +36,17 @@ def save_in_4bit(model: Any, out: Path, tokenizer: Any, dtype: str | None, overw
     return done
 
 
-def write_in_4bit(merged: Path, out: Path, done: Exported) -> None:
-    """Write the model in the folder `merged` in 4 bits into `out`, and delete `merged`. ExportError for a mixture of
-    experts, whose experts bitsandbytes does not store; MergeError if a file reads back otherwise."""
-    config = AutoConfig.from_pretrained(merged, trust_remote_code=False)
+def check_in_4bit(config: Any) -> None:
+    """Raise ExportError for the config of a mixture of experts, before hours of merging."""
     if has_experts(config):
         raise ExportError("a mixture of experts is not written in 4 bits: bitsandbytes stores linear layers, and its "
                           "experts would stay in 16 bits. Export it as merged, and load that with load_in_4bit=True")
+
+
+def write_in_4bit(merged: Path, out: Path, done: Exported) -> None:
+    """Write the model in the folder `merged` in 4 bits into `out`, and delete `merged`. MergeError if a file reads back
+    otherwise."""
+    config = AutoConfig.from_pretrained(merged, trust_remote_code=False)
     modules, files, places = linears_to_quantize(config, config.dtype), tensor_files(merged), dict[str, str]()
     for file in sorted({*files.values()}):
         tensors = quantized(file, modules)

@@ -184,6 +184,7 @@ def fitting_table(result: RewardCheck, console: Console) -> Table:
 
 
 def functions_table(result: RewardCheck, without: tuple[str, ...]) -> Table:
+    """Return a row for each reward function, without the columns named in `without`."""
     table = Table(title="What the reward functions pay", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("function", overflow="fold")
     shown = [name for name in ("kind", *AMOUNTS) if name not in without]

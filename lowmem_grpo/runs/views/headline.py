@@ -122,6 +122,7 @@ def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
 
 
 def machine_facts(machine: Record) -> dict[str, str]:
+    """Return {what is counted: its text} of a run's `machine` in summary.json, such as parameters and the card."""
     facts = {}
     if machine.get("parameters"):
         trained = short_text(machine.get("trainable_parameters") or 0)

@@ -52,6 +52,7 @@ def title(result: dict[str, Any], note: str) -> str:
 
 
 def numbers_table(result: dict[str, Any], named: list[str]) -> Table:
+    """Return a column for each of the `named` results of an evaluation, with their accuracies and lengths."""
     table = Table(box=SIMPLE)
     table.add_column("")
     for name in named:
@@ -131,6 +132,7 @@ def time_table(time: TimePlan) -> Table:
 
 
 def part_text(part: str, time: TimePlan) -> str:
+    """Return in words what a part of a planned step does, and what it waits for."""
     work = time.workload
     waits = {name: f"; waits for the {bound}" if bound == "card" else "; waits for the host's launches"
              for name, bound in time.bound.items()}
@@ -169,6 +171,7 @@ def gib(value: int) -> str:
 
 
 def show_jobs(jobs: list[dict[str, Any]]) -> None:
+    """Print a row for each of a server's jobs, as its API returns them."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("job", "state", "recipe", "for", "needs", "why"):
         table.add_column(name, justify="right" if name == "job" else "left", overflow="fold")

@@ -29,6 +29,7 @@ REASONS = ("success", "errored", "interrupted")
 
 
 def tinker_router(training: Training, sampling: SampleService, served: Served) -> APIRouter:
+    """Return the routes of Tinker's API."""
     router = APIRouter(redirect_slashes=False)
     models, promises = ModelRoutes(training, served), PromiseRoutes(training, sampling, served)
     answers = models.answers() | {
