@@ -19,14 +19,14 @@ from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import ProblemOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, mixed_on_cpu, on_cards, prepare
 from lowmem_grpo.recipes.tasks import check_split
-from lowmem_grpo.rewards import follows_instructions
+from lowmem_grpo.rewards import follows_instructions, soft_overlong_penalty
 
 DEFAULTS = USUAL | {"output_dir": "runs/instructions", "max_steps": 200, "max_completion_length": 384}
 PRESETS: Presets = {
     "cpu": Preset("HuggingFaceTB/SmolLM2-135M-Instruct", 384, 16, 32, {
-        "max_steps": 40, "learning_rate": 8e-4, "max_completion_length": 48, "scale_rewards": "group",
+        "max_steps": 30, "learning_rate": 5e-4, "max_completion_length": 48, "scale_rewards": "group",
         "num_generations": 8, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0,
-        "save_steps": 20,
+        "save_steps": 15,
         "shuffle_dataset": False,  # each step has one prompt of each kind
     }, load_in_4bit=False),
 } | on_cards(768)
@@ -179,7 +179,8 @@ def run(options: InstructionOptions) -> None:
     setup = prepare(options, DEFAULTS | mixed_on_cpu(options), PRESETS)
     seed, needed = setup.config.seed, setup.config.max_steps * setup.config.prompts_per_step
     rows = min(options.train_size, needed) if needed > 0 else options.train_size  # more are not read
+    longest = setup.config.max_completion_length
     teach(setup, Lesson("instructions", options.dataset("train", rows, seed),
-                        [FOLLOWS.reward(), FOLLOWS.share(0.5)],
+                        [FOLLOWS.reward(), FOLLOWS.share(0.5), soft_overlong_penalty(longest, max(longest // 4, 1))],
                         options.dataset("test", options.eval_problems, seed), FOLLOWS.reward(),
                         kinds="instruction_id_list", note=setup.tiny_note("cannot follow instructions")))

