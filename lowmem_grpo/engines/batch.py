@@ -88,8 +88,15 @@ class Batch:
     def __init__(self, generation: GenerationState, stops: StopCriteria, waiting: deque[int], size: int) -> None:
         self.generation, self.stops, self.waiting, self.size = generation, stops, waiting, size
         self.rows: list[int] = []  # the unfinished rows; after an error, the rows to resume
-        self.since = 0  # tokens that each row has drawn since `find_done` last asked the device
-        self.uniforms = torch.empty(0, 0)  # (B, A) fp64: random numbers of the next A positions
+        self.drew: list[tuple[Tensor, Tensor]] = []  # tokens (B,) and log-probs since `find_done` last ran; B rows each
+        self.furthest = 0  # the most tokens that a row had drawn before these
+        self.last = generation.ids.shape[1] - 1  # the last place of a row, which is never read
+        self.uniforms: list[Tensor] = []  # (B, 1) fp64 each: random numbers of the next positions, the last one first
+
+    @property
+    def since(self) -> int:
+        """The number of tokens that each row has drawn since `find_done` last asked the device."""
+        return len(self.drew)
 
     @property
     def has_room(self) -> bool:
@@ -105,31 +112,39 @@ class Batch:
         at = torch.tensor(rows, device=generation.ids.device)  # an interrupted step may have written what is reset here
         generation.lengths[at], generation.stopped[at] = generation.budgets[at], False
         self.rows += rows
+        self.furthest = max(self.furthest, drawn[rows[0]])
         return rows
 
     def enter(self, state: DecodeState) -> None:
         """Join the state of new rows to the batch. Every row that is already in it must be unfinished."""
         alone = len(state.rows) == len(self.rows)
         self.state = state if alone else DecodeState.joined([self.state, state])
-        self.uniforms = self.uniforms[:, :0]
+        self.uniforms = []
 
     def draw(self, logits: Tensor) -> None:
-        """Draw the next tokens from logits (B, V). This synchronizes with the device only to match stop strings and to
-        make new random numbers."""
-        state, generation, drew = self.state, self.generation, self.state.alive
-        if not self.uniforms.shape[1]:
-            ahead = state.counts[:, None] + torch.arange(AHEAD, device=state.counts.device)
-            self.uniforms = generation.numbers(state.rows, ahead.clamp(max=generation.ids.shape[1] - 1))
-        now, self.uniforms = self.uniforms[:, :1], self.uniforms[:, 1:]
-        state.tokens, logprobs = draw(logits, generation.params, now)
-        rows, places = state.rows, state.counts
-        generation.ids[rows, places], generation.logprobs[rows, places] = state.tokens, logprobs.float()
-        ended, lengths = drew & self.stops.ends(state.tokens, self.last_tokens), generation.lengths[rows]
-        state.counts = places + drew  # a finished row keeps writing one position past its end, which is never read
-        state.alive = drew & ~ended & (lengths > state.counts)
+        """Draw the next tokens from logits (B, V). This synchronizes with the device only to make random numbers."""
+        state, generation = self.state, self.generation
+        if not self.uniforms:
+            ahead = state.counts[:, None] + len(self.drew) + torch.arange(AHEAD, device=state.counts.device)
+            self.uniforms = [*generation.numbers(state.rows, ahead.clamp(max=self.last)).split(1, 1)][::-1]
+        state.tokens, logprobs = draw(logits, generation.params, self.uniforms.pop())
+        self.drew.append((state.tokens, logprobs.float()))
+
+    def store(self) -> None:
+        """Store the k tokens that each row has drawn since the last call, and end the rows that one of them ends. This
+        synchronizes with the device only to match stop strings, for which k is 1."""
+        state, generation = self.state, self.generation
+        tokens, logprobs = (torch.stack(parts, 1) for parts in zip(*self.drew, strict=True))
+        rows, before, lengths = state.rows, state.counts, generation.lengths[state.rows]
+        places = (before[:, None] + torch.arange(len(self.drew), device=rows.device)).clamp(max=self.last)
+        generation.ids[rows[:, None], places], generation.logprobs[rows[:, None], places] = tokens, logprobs
+        ends = self.stops.ends(tokens, self.last_tokens)
+        counts = before + 1 + (ends.cumsum(1) == 0)[:, :-1].sum(1)  # up to the first token that ends the row
+        ended = state.alive & ends.any(1) & (counts <= lengths)
+        state.counts = torch.minimum(counts, lengths).where(state.alive, before)
+        state.alive = state.alive & ~ended & (state.counts < lengths)
         generation.lengths[rows] = lengths.where(~ended, state.counts)
         generation.stopped[rows] = generation.stopped[rows] | ended
-        self.since += 1
 
     def last_tokens(self, count: int) -> list[list[int]]:
         """Return up to `count` last tokens of each row, including those just drawn."""
@@ -142,14 +157,13 @@ class Batch:
         """Return whether to ask the device now which rows are done: once `every` tokens were drawn (one token, if stop
         strings are matched on the host), or a row may have reached its limit. Asking synchronizes with the device, so
         it is done rarely; tokens that a row samples after its end are discarded."""
-        if self.since >= (1 if self.stops.texts else every):
-            return True
-        return max(self.generation.drawn[row] for row in self.rows) + self.since >= self.generation.ids.shape[1]
+        return self.since >= (1 if self.stops.texts else every) or self.furthest + self.since >= self.last
 
     def find_done(self) -> tuple[int, list[int]]:
         """Ask the device which rows are done. Return the number of tokens that all rows sampled since the last call,
         and the prompts whose last row has finished since then. Rows that resume after an error sample the tokens since
         the last call again, with the same result."""
+        self.store()
         state, generation, done, total = self.state, self.generation, list[int](), 0
         rows = torch.stack([state.rows, state.counts, state.alive.long()], 1).tolist()
         for row, count, alive in rows:
@@ -158,7 +172,8 @@ class Batch:
                 prompt = row // generation.params.n
                 generation.unfinished[prompt] -= not alive
                 done += [] if generation.unfinished[prompt] else [prompt]
-        self.rows, self.since = [row for row, _, alive in rows if alive], 0
+        self.rows, self.drew = [row for row, _, alive in rows if alive], []
+        self.furthest = max((count for _, count, alive in rows if alive), default=0)
         return total, sorted(done)
 
     def tell(self) -> list[int]:
@@ -178,9 +193,8 @@ class Batch:
         if self.generation.requests:
             self.keep_prefixes()
         if self.rows:
-            kept = self.state.alive.nonzero().squeeze(-1)
-            self.state.select(kept)
-            self.uniforms = self.uniforms[kept]
+            self.state.select(self.state.alive.nonzero().squeeze(-1))
+            self.uniforms = []
 
     def keep_prefixes(self) -> None:
         """Keep the KV cache of finished turns, without the tokens that were sampled after a turn's end."""

@@ -64,14 +64,14 @@ class StopCriteria:
         self.reach = max((len(text.encode()) for text in self.texts), default=0) + 4  # tokens; one may be a single byte
 
     def ends(self, tokens: Tensor, last_tokens: Callable[[int], list[list[int]]]) -> Tensor:
-        """Return a mask (B,), True if the token just drawn (B,) ends its completion. Stop strings are searched for in
-        the last tokens of each row, which `last_tokens(count)` returns."""
-        ended = (tokens[:, None] == self.ids).any(-1)  # `isin` may sort, which synchronizes with the device
+        """Return a mask (B, k), True for tokens (B, k) that end their completion. Stop strings are searched for in the
+        last tokens of each row, which `last_tokens(count)` returns."""
+        ended = (tokens[..., None] == self.ids).any(-1)  # `isin` may sort, which synchronizes with the device
         if not self.texts:
             return ended
         texts = self.tokenizer.batch_decode(last_tokens(self.reach))
         matches = [any(stop in text for stop in self.texts) for text in texts]
-        return ended | torch.tensor(matches, device=ended.device)
+        return ended | torch.tensor(matches, device=ended.device)[:, None]
 
 
 def shared_numbers(seed: int, count: int, device: torch.device, part: tuple[int, int] | None = None) -> Uniforms:

@@ -12,14 +12,13 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values (B, H_kv, L, K), as views of storage with room to grow, so that older tokens are not copied.
+    """Keys and values (B, H_kv, L, K), in storage with room to grow, so that older tokens are not copied.
 
     After `GrowingCache.fix`, new tokens are written at an index in a tensor, and no storage moves, as CUDA graphs need.
     """
 
     storage: Tensor  # (2, B, H_kv, capacity, K)
-    keys: Tensor
-    values: Tensor
+    length = 0  # L; the views are made when a layer runs, since a replayed graph needs none
     at: Tensor | None = None  # (1,) int64: index along L at which a new token is written; None appends it
 
     @classmethod
@@ -27,9 +26,15 @@ class GrowingLayer(DynamicLayer):
         """Return a layer on this storage, of which the first `length` positions are filled."""
         layer = cls()
         layer.lazy_initialization(storage[0], storage[1])
-        layer.storage = storage
-        layer.view(length)
+        layer.storage, layer.length = storage, length
         return layer
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def filled(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values, as views of the storage."""
+        return self.storage[0, :, :, : self.length], self.storage[1, :, :, : self.length]
 
     @classmethod
     def right_aligned(cls, layers: Sequence["GrowingLayer"], pieces: Sequence["CacheSlice"], width: int,
@@ -43,7 +48,7 @@ class GrowingLayer(DynamicLayer):
 
     def copied(self, rows: Tensor, room: bool) -> "GrowingLayer":
         """Return a copy of these rows (R,), which may repeat; without `room` the copy cannot grow in place."""
-        length = self.get_seq_length()
+        length = self.length
         storage = self.storage if room else self.storage[:, :, :, :length]
         return self.holding(storage.index_select(1, rows), length)
 
@@ -55,11 +60,9 @@ class GrowingLayer(DynamicLayer):
         """Append the keys and values of new tokens (B, H, T, K). After `GrowingCache.fix`, write one token at index
         `at` instead. Return the views of all keys and values."""
         if self.at is not None:
-            self.keys.index_copy_(2, self.at, key_states)
-            self.values.index_copy_(2, self.at, value_states)
-            return self.keys, self.values
-        length = self.get_seq_length()
-        total = length + key_states.shape[2]
+            keys, values = self.filled()
+            return keys.index_copy_(2, self.at, key_states), values.index_copy_(2, self.at, value_states)
+        length, total = self.length, self.length + key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.storage = key_states.new_empty(2, *key_states.shape[:2], total, key_states.shape[3])
@@ -67,20 +70,16 @@ class GrowingLayer(DynamicLayer):
             self.reserve(total + total // 2)
         self.storage[0, :, :, length:total] = key_states
         self.storage[1, :, :, length:total] = value_states
-        return self.view(total)
-
-    def view(self, length: int) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self.storage[0, :, :, :length], self.storage[1, :, :, :length]
-        return self.keys, self.values
+        self.length = total
+        return self.filled()
 
     def reserve(self, capacity: int) -> None:
         """Grow the storage to `capacity` positions."""
-        length = self.get_seq_length()
+        length = self.length
         grown = self.storage.new_empty(*self.storage.shape[:3], capacity, self.storage.shape[4])
         grown[:, :, :, :length] = self.storage[:, :, :, :length]
         grown[:, :, :, length:] = 0  # an attention weight of 0 would not hide a NaN
         self.storage = grown
-        self.view(length)
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
@@ -162,10 +161,9 @@ class LastingStorage:
 
     def move(self, place: int, layer: GrowingLayer) -> None:
         """Copy the keys and values of layer number `place` into this storage, and let the layer use it."""
-        length, here = layer.get_seq_length(), self.show(place, layer.storage.shape[1], layer.storage[0])
+        length, here = layer.length, self.show(place, layer.storage.shape[1], layer.storage[0])
         here[:, :, :, :length] = layer.storage[:, :, :, :length]
         layer.storage = here
-        layer.view(length)
 
 
 class GrowingCache(Cache):
@@ -198,7 +196,7 @@ class GrowingCache(Cache):
             if isinstance(layer, GrowingLayer):
                 layer.at = at
                 if self.lasting is not None:
-                    layer.storage = self.lasting.show(place, rows, layer.keys)
+                    layer.storage = self.lasting.show(place, rows, layer.storage[0])
         self.reserve(capacity)
 
     def reserve(self, capacity: int) -> None:
@@ -216,7 +214,7 @@ class GrowingCache(Cache):
     def cut(self, length: int) -> None:
         """Show only the first `length` positions of every layer; the storage stays."""
         for layer in self.growing:
-            layer.view(length)
+            layer.length = length
 
     def copied(self, rows: Tensor) -> "GrowingCache":
         """Return a copy of these rows (R,), without room to grow."""

@@ -81,6 +81,7 @@ class TokenStep:
         self.block = GRAPH_PLACES if self.record else 1
         self.recorded = 0  # graphs made so far
         self.state: DecodeState | None = None
+        self.alive: Tensor | None = None  # (B,), as it was last copied
         self.empty = self.buffers = StepBuffers(0, 0, passes.policy.device)
         self.lasting: StepBuffers | None = None  # buffers of `generate`, kept between calls
         if passes.policy.device.type == "cuda" and why and not eager:
@@ -124,7 +125,10 @@ class TokenStep:
             width = self.hold(state)
         buffers = self.buffers
         buffers.tokens[:count].copy_(state.tokens)
-        buffers.alive[:count].copy_(state.alive)
+        if state.alive is not self.alive:  # new after each look at the rows, in which callbacks run
+            buffers.alive[:count], self.alive = state.alive, state.alive
+            if buffers.graphs and addresses(self.weights) != buffers.held:
+                buffers.forget_graphs()  # the weights have moved in memory
         self.width = min(graph_width(width, self.block), buffers.capacity) if self.block > 1 else width
         logits = self.logits()[:count]
         state.cache.cut(width)
@@ -146,6 +150,7 @@ class TokenStep:
         buffers.at.fill_(width)
         buffers.positions.zero_()
         buffers.alive.zero_()
+        self.alive = None
         buffers.tokens[:count], buffers.positions[:count] = state.tokens, positions
         if buffers.mask is None:
             buffers.mask = state.cache.growing[0].storage.new_empty(buffers.rows, buffers.capacity)
@@ -185,8 +190,6 @@ class TokenStep:
     def logits(self) -> Tensor:
         """Run one step, by a graph if there is a valid one for this shape; returns its logits (R, V)."""
         buffers, key = self.buffers, (self.rows, self.width)
-        if buffers.graphs and addresses(self.weights) != buffers.held:
-            buffers.forget_graphs()  # the weights have moved in memory
         if (run := buffers.graphs.get(key)) is not None:
             return run()
         logits = self.step()

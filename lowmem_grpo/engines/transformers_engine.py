@@ -211,11 +211,11 @@ class TransformersEngine:
                 state = batch.state
                 logits = self.step.extend(state)
                 batch.generation.keep_routes(state.rows, state.counts, state.routes)
-                self.note_bytes(batch)
 
     def check_rows(self, batch: Batch) -> None:
         """Find the finished rows, report the prompts that are complete, and drop finished rows if that pays off."""
         steps, running = batch.since, len(batch.rows)
+        self.note_bytes(batch)
         drawn, prompts = batch.find_done()
         self.pace.step(running, drawn)
         if batch.generation.told:

@@ -8,6 +8,7 @@ from programs import providers, ran
 from bench.common.rows import read_rows
 from bench.common.targets import OURS, judged
 from bench.rollout.bench import BF16, BNB, GOALS
+from bench.rollout.host import Timed, a_token
 
 
 @pytest.mark.slow
@@ -38,3 +39,8 @@ def test_each_target_of_a_card_is_met_by_good_figures_and_missed_by_bad_ones() -
         peers = [{"provider": name, "p50": speed} for name, speed in zip((BNB, BF16), speeds, strict=True)]
         rows = [card | row for row in (ours | figures, *peers)]
         assert {standing.status for standing in judged(GOALS, rows, "cuda")} == {status}
+
+
+def test_a_token_of_a_recorded_step_takes_the_host_few_operations_however_many_rows_there_are() -> None:
+    few, many = (a_token(Timed("transformers", "cpu", rows).operations) for rows in (8, 64))
+    assert few == many <= 13.5, "drawing takes 8 of them"

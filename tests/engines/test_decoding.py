@@ -85,14 +85,14 @@ def test_a_stop_string_is_seen_however_many_tokens_it_takes(tokenizer: PreTraine
     completion = tokenizer("Some text before. " + stop)["input_ids"]
     criteria = StopCriteria(tokenizer, SamplingParams(stop=stop), [2], torch.device("cpu"))
     for ids, ends in ((completion, True), (completion[:-1], False)):
-        assert bool(criteria.ends(torch.tensor(ids[-1:]), lambda count, of=ids: [of[-count:]])) is ends
+        assert bool(criteria.ends(torch.tensor([ids[-1:]]), lambda count, of=ids: [of[-count:]])) is ends
 
 
 def test_end_tokens_and_stop_tokens_end_a_row_unless_they_are_ignored(tokenizer: PreTrainedTokenizerBase) -> None:
     for params, expected in ((SamplingParams(stop_token_ids=[9]), [True, True, False]),
                              (SamplingParams(ignore_eos=True), [False, False, False])):
         criteria = StopCriteria(tokenizer, params, [2], torch.device("cpu"))
-        assert criteria.ends(torch.tensor([2, 9, 7]), lambda count: []).tolist() == expected
+        assert criteria.ends(torch.tensor([[2, 9, 7]]), lambda count: []).tolist() == [expected]
 
 
 def test_a_number_depends_on_its_seed_row_and_place_and_on_nothing_else() -> None:

@@ -112,14 +112,19 @@ DRAWS = {
 def test_drawing_a_token_asks_the_device_for_nothing(
     how: str, small: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw, drew = Batch.draw, []
+    draw, store, drew = Batch.draw, Batch.store, []
 
     def watched(batch: Batch, logits: Tensor) -> None:
         with NothingAsked() if drew else nullcontext():  # the first one makes the random numbers and the end tokens
             draw(batch, logits)
         drew.append(batch.since)
 
+    def stored(batch: Batch) -> None:
+        with NothingAsked():
+            store(batch)
+
     monkeypatch.setattr(Batch, "draw", watched)
+    monkeypatch.setattr(Batch, "store", stored)
     small.generate(PROMPTS[:2], SamplingParams(n=2, max_tokens=20, seed=1, **DRAWS[how]))
     assert len(drew) > 5
 
@@ -261,7 +266,7 @@ def test_a_graph_that_gives_other_logits_and_wrote_other_keys_is_not_used(
         def spoils() -> Tensor:
             logits = run() + 1.0
             for layer in small.step.state.cache.layers:  # type: ignore[union-attr]
-                layer.keys.index_fill_(2, small.step.buffers.at - 1, 9.0)
+                layer.storage[0].index_fill_(2, small.step.buffers.at - 1, 9.0)
             small.step.buffers.at.add_(5)
             return logits
 

@@ -118,7 +118,7 @@ class FakeLLM:
         token, count = request["prompt_token_ids"][-1], params.max_tokens
         del self.waiting[0]
         one = SimpleNamespace(token_ids=[token] * count, finish_reason="length",
-                              logprobs=[{token: SimpleNamespace(logprob=-1.0)}] * count)
+                              logprobs=SimpleNamespace(start_indices=range(count), logprobs=[-1.0] * count))
         return [SimpleNamespace(request_id=name, finished=True, outputs=[one] * params.n)]
 
     def get_request_counts(self) -> tuple[int, int]:

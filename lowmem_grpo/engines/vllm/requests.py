@@ -56,8 +56,8 @@ class CallSampling:
             min_p=params.min_p or 0.0, max_tokens=budget_of(request.ids, request.max_tokens, self.max_seq_length),
             seed=request.seed, stop=params.stop_strings or None,
             stop_token_ids=[*(params.stop_token_ids or []), *([] if params.ignore_eos else self.eos_ids)],
-            ignore_eos=True, include_stop_str_in_output=True, logprobs=0, detokenize=bool(params.stop_strings),
-            skip_special_tokens=False,
+            ignore_eos=True, include_stop_str_in_output=True, logprobs=0, flat_logprobs=True,
+            detokenize=bool(params.stop_strings), skip_special_tokens=False,
         ) for request in asked]
 
     def rollout(self, output: Any, prompt: list[int], version: int, cached: int = 0) -> Rollout:
@@ -250,8 +250,9 @@ def as_vllm(prompt: list[int]) -> dict[str, Any]:
 
 
 def logprobs_from(output: Any, start: int) -> list[float]:
-    """Return the log-probabilities of a completion's tokens from index `start` on."""
-    return [step[token].logprob for step, token in zip(output.logprobs[start:], output.token_ids[start:], strict=True)]
+    """Return the log-probabilities of a completion's tokens from index `start` on: of each token's, the first."""
+    held = output.logprobs  # vLLM's FlatLogprobs, which has no object for a token
+    return [held.logprobs[first] for first in held.start_indices[start:]]
 
 
 def number_of(name: str) -> str:

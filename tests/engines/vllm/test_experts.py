@@ -125,7 +125,7 @@ def output(prompt: list[int], ids: list[int], first: int = 0, dtype: Any = np.ui
     routes = np.arange(first, first + len(prompt) + len(ids) - 1)[:, None, None] + np.zeros((1, 4, 2))
     routes[:, 1] = 99  # a layer without experts
     return SimpleNamespace(token_ids=ids, finish_reason="stop", routed_experts=routes.astype(dtype),
-                           logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in ids])
+                           logprobs=SimpleNamespace(start_indices=range(len(ids)), logprobs=[-1.0] * len(ids)))
 
 
 def sampling(**options: Any) -> CallSampling:
