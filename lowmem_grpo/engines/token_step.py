@@ -37,7 +37,7 @@ from lowmem_grpo.models.lora_layers import adapter_state
 
 logger = logging.getLogger(__name__)
 LIVING: "weakref.WeakSet[StepBuffers]" = weakref.WeakSet()
-MOST_GRAPHS = 64  # graphs kept, at some MiB each; beyond that the oldest is dropped
+MOST_GRAPHS = 64  # graphs kept, at some MiB each; beyond that the least recently used is dropped
 WARM = 2  # eager steps before the first graph, which compile kernels and initialize libraries; 1 before later graphs
 GROW = 2  # lasting buffers may keep an earlier call's rows or width up to this multiple of the size now needed
 
@@ -52,7 +52,7 @@ class StepBuffers:
         self.positions, self.alive = torch.zeros_like(self.tokens), torch.zeros_like(self.tokens, dtype=torch.bool)
         self.mask: Tensor | None = None  # (R, C), 0 for real tokens and -inf elsewhere; the first rows set its dtype
         self.out: Tensor | None = None  # (R, V), the logits of graphs
-        self.graphs: dict[tuple[int, int], Run] = {}  # by number of rows and of cache places
+        self.graphs: dict[tuple[int, int], Run] = {}  # by rows and cache places, the most recently used last
         self.held: list[int] = []  # addresses of the weights that the graphs read
         self.adapters: object = None  # identifies the adapters that the graphs compute with
         self.factors: Kept = {}  # the adapters in the compute dtype
@@ -190,7 +190,8 @@ class TokenStep:
     def logits(self) -> Tensor:
         """Run one step, by a graph if there is a valid one for this shape; returns its logits (R, V)."""
         buffers, key = self.buffers, (self.rows, self.width)
-        if (run := buffers.graphs.get(key)) is not None:
+        if (run := buffers.graphs.pop(key, None)) is not None:
+            buffers.graphs[key] = run
             return run()
         logits = self.step()
         buffers.steps += 1

@@ -117,9 +117,9 @@ def graph_rows(rows: int) -> int:
 
 
 def graph_width(width: int, least: int = GRAPH_PLACES) -> int:
-    """Round a cache length up to one for which CUDA graphs are recorded: a multiple of `least`, or of a sixteenth of
-    the next power of 2 if that is more."""
-    step = max(least, (1 << (width - 1).bit_length()) // 16)
+    """Round a cache length up to one for which CUDA graphs are recorded: a multiple of `least`, or of an eighth of the
+    next power of 2 if that is more."""
+    step = max(least, (1 << (width - 1).bit_length()) // 8)
     return -(-width // step) * step
 
 

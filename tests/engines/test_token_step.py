@@ -1,6 +1,7 @@
 """Steps with everything at one address: the same completions, whether they run as they are or were recorded."""
 
 import logging
+from collections import Counter
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any
@@ -18,7 +19,7 @@ from lowmem_grpo.config.loading import EngineUnavailableError
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import token_step
 from lowmem_grpo.engines.batch import Batch, DecodeState
-from lowmem_grpo.engines.token_step import TokenStep, up_to_multiple
+from lowmem_grpo.engines.token_step import MOST_GRAPHS, StepBuffers, TokenStep, up_to_multiple
 from lowmem_grpo.engines.transformers_engine import LOOK, TransformersEngine
 from lowmem_grpo.memory.cards import GRAPH_PLACES, graph_rows, graph_width
 from lowmem_grpo.memory.model_shape import ModelShape
@@ -330,6 +331,32 @@ def test_a_second_call_of_the_same_shape_records_nothing(small: TransformersEngi
     assert recorder.recorded > first
 
 
+@pytest.mark.parametrize("most", [MOST_GRAPHS, 30])
+def test_no_graph_is_recorded_twice_in_ten_steps_of_64_rows_and_4096_tokens_nor_dropped_if_each_step_uses_it(
+    most: int, small: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_step, "MOST_GRAPHS", most)
+    step, made, used = small.step, Counter[tuple[int, int]](), list[set[tuple[int, int]]]()
+    step.buffers, step.weights = StepBuffers(64, up_to_multiple(100 + 4096), torch.device("cpu")), []
+    step.step = lambda: torch.ones(64, 1)  # type: ignore[method-assign]
+
+    def recorder(work: Any, beside: Any) -> Any:
+        made[step.rows, step.width] += 1
+        return step.step
+
+    step.record, random = recorder, torch.Generator().manual_seed(0)
+    for _ in range(10):
+        lengths = torch.empty(64).log_normal_(6.9, 0.8, generator=random).clamp(1, 4096)
+        used.append(set())
+        for place in range(1, int(lengths.max()), LOOK):
+            step.rows = graph_rows(int((lengths > place).sum()))
+            step.width = min(graph_width(100 + place), step.buffers.capacity)
+            used[-1].add((step.rows, step.width))
+            step.logits()
+    assert len(made) > 30 and {made[key] for key in set.intersection(*used)} == {1}
+    assert most < MOST_GRAPHS or {*made.values()} == {1}
+
+
 def test_graphs_of_an_earlier_call_read_the_adapters_of_now_and_none_serves_other_adapters(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -362,7 +389,7 @@ def test_a_call_that_fails_leaves_nothing_for_the_next(small: TransformersEngine
 def test_rows_and_widths_of_graphs_are_rounded_up_and_few() -> None:
     assert [graph_rows(rows) for rows in (1, 2, 3, 5, 8, 9, 16, 17, 33, 63, 64, 65, 250)] == [
         1, 2, 4, 8, 8, 16, 16, 24, 40, 64, 64, 80, 256]
-    assert [graph_width(width) for width in (1, 128, 129, 2048, 2049, 4097)] == [128, 128, 256, 2048, 2304, 4608]
-    assert len({graph_width(width) for width in range(1, 2**17)}) <= 64
+    assert [graph_width(width) for width in (1, 128, 129, 1025, 2049, 4097)] == [128, 128, 256, 1280, 2560, 5120]
+    assert len({graph_width(width) for width in range(1, 2**17)}) <= 40
     for width in range(1, 2**15, 37):
-        assert width <= graph_width(width) < max(width + 128, 1.125 * width)
+        assert width <= graph_width(width) < max(width + 128, 1.25 * width)
