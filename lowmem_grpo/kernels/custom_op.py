@@ -52,7 +52,8 @@ def raising_versions(function: Callable[..., Any], written: list[int]) -> Callab
 
     def run(*arguments: Any) -> Any:
         result = function(*arguments)
-        increment_version([argument for place in written if isinstance(argument := arguments[place], Tensor)])
+        for argument in (arguments[place] for place in written):
+            increment_version(argument if isinstance(argument, list) else () if argument is None else (argument,))
         return result
 
     return run

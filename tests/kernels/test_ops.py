@@ -25,6 +25,7 @@ from lowmem_grpo.kernels.glu import geglu, swiglu
 from lowmem_grpo.kernels.lora import lora_linear
 from lowmem_grpo.kernels.lora_factors import LoRA
 from lowmem_grpo.kernels.lora_mlp import lora_mlp
+from lowmem_grpo.kernels.lora_up import lora_up_op
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
 from lowmem_grpo.kernels.packed_to_padded import packed_to_padded, padded_to_packed
 from lowmem_grpo.kernels.rms_norm import rms_norm
@@ -209,6 +210,9 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
               for strided in (q.mT.contiguous().mT, q.transpose(0, 1).contiguous().transpose(0, 1))]
     packed = numbers(*((len(BATCH.input_ids), heads, 16) for heads in (2, 1)), dtype=torch.bfloat16)
     grads = numbers(*((3, heads, BATCH.max_seqlen, 16) for heads in (2, 1)), dtype=torch.bfloat16)
+    y, low, b = numbers((5, 70), (5, 8), (40, 5), dtype=torch.bfloat16)
+    found += [(lora_up_op, (list(torch.empty_like(y).split(30, 1)[:2]), list(y.split(30, 1)[:2]), low,
+                            [b[:30], b[:30, :0]], [0.5, 1.0]))]
     return [*found, (spreading.packed_to_padded_op, (packed, BATCH.sources, None, BATCH.max_seqlen)),
             (spreading.packed_to_padded_op, (packed[:1], BATCH.sources, BATCH.places, BATCH.max_seqlen)),
             (spreading.sum_copies, (grads, *TABLES))]
