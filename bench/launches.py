@@ -169,7 +169,7 @@ def make_product(features: list[int], inputs: int, biased: bool, form: str) -> P
     loras: list[LoRA | None] = [LoRA(*pair, 2.0) for pair in zip(a, b, strict=True)]
     weight: FrozenWeight = fake_fp8(features, inputs) if form == "fp8" else fake_nf4(features, inputs)
     product = Product(weight, features, biases, loras, torch.bfloat16)
-    product.wide = on_card(sum(features), inputs) if form == "16bit" else None
+    product.wide = on_card(product.rows, inputs) if form == "16bit" else None
     return product
 
 

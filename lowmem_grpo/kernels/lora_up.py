@@ -98,7 +98,8 @@ def lora_up(out: Sequence[Tensor], y: Sequence[Tensor], low: Tensor, b: Sequence
     for first in range(0, len(layers) if len(low) else 0, MOST):
         results, sources, factors, numbers = map(list, zip(*layers[first : first + MOST], strict=True))
         lora_up_op(results, sources, low, factors, numbers)
-        low = low[:, sum(factor.shape[1] for factor in factors) :]
+        done = sum(factor.shape[1] for factor in factors)
+        low = low.narrow(1, done, low.shape[1] - done)
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:

@@ -172,7 +172,7 @@ class SamplingWeights:
                  few: int = 0) -> None:
         """Inputs of more than `few` rows will use the dequantized weights, and smaller ones the quantized codes."""
         self.pairs = [(product, product.weight) for product in products if product.weight.quantized]
-        self.sizes = [aligned(weight.shape) for _, weight in self.pairs]
+        self.sizes = [aligned((product.rows, weight.shape[1])) for product, weight in self.pairs]
         self.dtype, self.device, self.room, self.few = dtype, device, room, few
         self.filled = False
 
@@ -188,9 +188,19 @@ class SamplingWeights:
         with torch.inference_mode(False):
             parts = self.room(sum(self.sizes), self.dtype, self.device).split(self.sizes)
             for (product, weight), part in zip(self.pairs, parts, strict=True):
-                product.few, product.wide = self.few, part[: math.prod(weight.shape)].view(weight.shape)
-                weight.fill(product.wide)
+                size, product.few = (product.rows, weight.shape[1]), self.few
+                product.wide = part[: math.prod(size)].view(size)
+                weight.fill(product.wide[: weight.shape[0]])
         self.filled = True
+        self.take_adapter()
+
+    @torch.no_grad()
+    def take_adapter(self) -> None:
+        """Copy the A that the engine samples with below the weights, where these are filled."""
+        held = [(product.wide, weight.shape[0], product.stack_a) for product, weight in self.pairs
+                if product.wide is not None and product.stack_a is not None]
+        if held:
+            torch._foreach_copy_([wide[rows : rows + len(a)] for wide, rows, a in held], [a for *_, a in held])
 
     def drop(self) -> None:
         """Stop using the buffer, whose contents may be lost; the products use quantized codes until the next `fill`."""

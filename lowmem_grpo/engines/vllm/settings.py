@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_grpo.config.loading import FOUR, SIXTEEN, EngineSettings, EngineUnavailableError
 from lowmem_grpo.engines.vllm.process_state import why_no_pool
 from lowmem_grpo.engines.vllm.sampling_weights import aligned, known_of
+from lowmem_grpo.engines.vllm.shared_linear import rows_of_a
+from lowmem_grpo.engines.vllm.weight_sharing import active_adapter, loras_of
 from lowmem_grpo.memory.cards import AUTO, DEFAULT_SHARE, MOST_SEQUENCES, cache_itemsize, in_8_bits, prefill_tokens
 from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.memory.model_shape import ModelShape
@@ -179,10 +181,13 @@ def is_worth_widening(capacity: Capacity, size: int, left: int, fixed: bool) -> 
 
 
 def wide_bytes(policy: Policy) -> int:
-    """Return the bytes of a model's quantized weights once dequantized to its compute dtype; 0 if it has none."""
+    """Return the bytes of a model's quantized weights once dequantized to its compute dtype, with LoRA's A; 0 if it has
+    none."""
     weights = [weight for _, weight in policy.base.named_parameters() if hasattr(weight, "quant_state")]
     shapes = [w.quant_state.shape for w in weights]
     shapes += [(layer.out_features, layer.in_features) for layer in quantized_linears(policy.base)]
+    loras = loras_of(policy.base, active_adapter(policy.base)) if shapes else []
+    shapes += [(rows_of_a([lora]), lora.a.shape[1]) for lora in loras]
     return sum(map(aligned, shapes)) * policy.dtype.itemsize
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight, PlainWeight, can_decode, decode
 from lowmem_grpo.kernels.lora import LoRA
+from lowmem_grpo.kernels.lora_up import lora_up
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
 from lowmem_grpo.memory.families import family_of, has_experts
@@ -58,7 +59,8 @@ class Product:
     """One matrix, or several that are adjacent in memory: x (N, in) -> (N, sum of out), with biases and LoRA.
 
     For few rows on a card, a quantized weight takes two kernel launches if all its matrices have LoRA of the same rank
-    and scale. `wide` may hold the dequantized weight, which inputs of more than `few` rows then use.
+    and scale. `wide` may hold the dequantized weight and, below it, all A, for inputs of more than `few` rows: one
+    product then yields x W^T and x A^T.
     """
 
     def __init__(self, weight: FrozenWeight, features: list[int], biases: list[Tensor | None], loras: list[LoRA | None],
@@ -69,32 +71,41 @@ class Product:
         self.features = features
         self.bias = joined_bias(biases, features, dtype)
         present = [lora for lora in loras if lora is not None]
-        self.ranks = [lora.a.shape[0] for lora in present]
         self.stack_a = joined([lora.a for lora in present]) if present else None
         self.stack_b = joined([lora.b for lora in present]) if present else None
+        self.factors = [None if lora is None else lora.b for lora in loras]
+        self.scales = [1.0 if lora is None else lora.scale for lora in loras]
+        extra = rows_of_a(present)
+        self.rows = weight.shape[0] + extra  # of `wide`
+        self.wide_bias = None if self.bias is None else nn.functional.pad(self.bias, (0, extra))
         one_kind = len(present) == len(loras) and len({(lora.a.shape[0], lora.scale) for lora in present}) == 1
         self.one_kernel = one_kind and weight.quantized
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (N, in) to (N, out), with biases and adapters."""
-        codes = self.wide is None or x.shape[0] <= self.few
-        if self.one_kernel and codes:
+        """Map x (N, in) to contiguous (N, out), with biases and adapters."""
+        wide = None if x.shape[0] <= self.few else self.wide
+        if self.one_kernel and wide is None:
             if isinstance(self.weight, NF4Weight):  # with many rows too, in another order than below
-                return nf4_linear(x, self.weight, self.stack_a, self.stack_b, self.scale, self.bias)
+                return nf4_linear(x, self.weight, self.stack_a, self.stack_b, self.scales[0], self.bias)
             if self.stack_a is not None and can_decode(x, self.weight):
-                return decode(x, self.weight, x @ self.stack_a.T, self.stack_b, self.scale, self.bias)
-        y = (self.weight if codes or self.wide is None else PlainWeight(self.wide)).project(x, self.bias)
+                return decode(x, self.weight, x @ self.stack_a.T, self.stack_b, self.scales[0], self.bias)
+        y = self.weight.project(x, self.bias) if wide is None else PlainWeight(wide).project(x, self.wide_bias)
         if self.stack_a is None:
             return y
-        lows = iter((x @ self.stack_a.T).split(self.ranks, dim=1))
-        for part, lora in zip(y.split(self.features, dim=1), self.loras, strict=True):
-            if lora is not None:
-                part.addmm_(next(lows), lora.b.T, alpha=lora.scale)
-        return y
+        size = self.weight.shape[0]
+        *parts, low = y.split([*self.features, y.shape[1] - size], 1)
+        if wide is None:
+            lora_up(parts, parts, x @ self.stack_a.T, self.factors, self.scales)
+            return y
+        out = x.new_empty(len(x), size)
+        lora_up(out.split(self.features, 1), parts, low, self.factors, self.scales)
+        return out
 
-    @property
-    def scale(self) -> float:
-        return next(lora.scale for lora in self.loras if lora is not None)
+
+def rows_of_a(loras: Sequence[LoRA]) -> int:
+    """Return the rows of `Product.wide` for A, with unused ones, so that rows of a product begin at multiples of 16
+    bytes."""
+    return sum(-(-lora.a.shape[0] // 8) * 8 for lora in loras)
 
 
 def joined_bias(biases: list[Tensor | None], features: list[int], dtype: torch.dtype) -> Tensor | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from memory import LiveStorage
-from torch import Tensor
+from torch import Tensor, nn
 from vllm_models import (
     CONTEXT,
     MODULES,
@@ -40,6 +40,8 @@ from lowmem_grpo.engines.vllm.settings import Capacity, choose_weights, kv_bytes
 from lowmem_grpo.engines.vllm.shared_linear import LAYERS, BorrowError, Product
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize
+from lowmem_grpo.kernels.frozen_weight import PlainWeight
+from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.fp8_layers import fp8_linears
@@ -99,6 +101,42 @@ def test_a_layer_gives_the_trainers_outputs_with_and_without_the_adapter(policy:
     borrowing.use_policy(True)
     with policy.base_model():
         close_to(ours(layer, x), theirs(policy.model, layer, x))
+    move_adapter(policy, 0.1, seed=3)
+    borrowing.use_policy(False)
+    close_to(ours(layer, x), theirs(policy.model, layer, x))
+
+
+@pytest.mark.parametrize("ranks", [(5, 5, 5), (16, None, 3), (None, None, None)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_below_the_weights_leaves_the_base_part_its_bits_and_rows_contiguous(
+    ranks: tuple[int | None, ...], biased: bool
+) -> None:
+    features, inside, generator = [24, 7, 8], 48, torch.Generator().manual_seed(1)
+
+    def whole(*shape: int) -> Tensor:
+        """Whole numbers, whose products are exact in any order."""
+        return torch.randint(-4, 5, shape, generator=generator).float()
+
+    present = [rank for rank in ranks if rank is not None]
+    a, weight = whole(sum(present), inside), whole(sum(features), inside)
+    b = [whole(size, rank or 0) for size, rank in zip(features, ranks, strict=True)]
+    room = torch.cat([part.flatten() for part in b]) / 16
+    b = [part.view_as(like) for part, like in zip(room.split([one.numel() for one in b]), b, strict=True)]
+    rows = iter(a.split(present))
+    loras = [None if rank is None else LoRA(next(rows), factor, 0.5) for rank, factor in zip(ranks, b, strict=True)]
+    biases = [nn.Parameter(whole(size), requires_grad=False) if biased and size == 24 else None for size in features]
+    product = Product(PlainWeight(weight), features, list(biases), loras, torch.float32)
+    assert product.rows % 8 == len(weight) % 8
+    product.wide = torch.full((product.rows, inside), torch.nan)
+    product.wide[: len(weight)], product.wide[len(weight) : len(weight) + len(a)] = weight, a
+    x = whole(5, inside)
+    base = x.double() @ weight.double().T
+    base[:, :24] += biases[0].double() if biases[0] is not None else 0.0
+    added = [0.5 * (x.double() @ lora.a.double().T) @ lora.b.double().T if lora is not None else x.new_zeros(5, size)
+             for lora, size in zip(loras, features, strict=True)]
+    assert torch.equal(product.forward(x).double(), base + torch.cat(added, 1)) and product.forward(x).is_contiguous()
+    room.zero_()
+    assert torch.equal(product.forward(x).double(), base)
 
 
 def test_few_rows_read_codes_also_where_weights_in_16_bits_are_there(policy: Policy, monkeypatch: Any) -> None:
@@ -120,7 +158,7 @@ def test_one_buffer_holds_all_weights_of_2_bytes_each_and_is_freed_and_filled_ag
                    ) == 1
         borrowing.drop_weights()
         assert before - made.live == borrowing.wide.nbytes
-        numbers = sum(product.weight.shape[0] * product.weight.shape[1] for product in products())
+        numbers = sum(product.rows * product.weight.shape[1] for product in products())
         assert numbers <= sum(borrowing.wide.sizes) <= numbers + 128 * len(products())
         layer, x = "model.layers.0.self_attn.o_proj", inputs(policy.model, "model.layers.0.self_attn.o_proj")
         narrow = ours(layer, x)  # by the 4-bit kernels meanwhile
@@ -190,7 +228,7 @@ def test_addresses_are_the_same_after_sleep_and_each_weight_is_the_dequantized_o
         assert places == [product.wide.data_ptr() for product in products() if product.wide is not None]
         for product in products():
             assert product.wide is not None
-            assert torch.equal(product.wide, dequantized(product))
+            assert torch.equal(product.wide[: product.weight.shape[0]], dequantized(product))
     (segment,) = fake.segments.values()
     assert segment.tag == "sampling_weights"  # not "weights", which sleep would copy to the host
     assert segment.handle[1] % (32 << 20) == 0  # a segment of its own: nothing of vLLM's lies behind the weights
