@@ -1,6 +1,7 @@
-"""Compile one kernel for one chip without a GPU, and measure the result: registers, spills, shared memory, bytes.
+"""Compile one kernel for one chip without a GPU, and measure the result: registers, spills, shared memory, bytes, and the
+instructions of its longest loop.
 
-Registers and stack come from `cuobjdump`, which is part of Triton. A stack need not be a spill (a local array needs one
+Registers and stack come from `cuobjdump`, loops from `nvdisasm`; both are part of Triton. A stack need not be a spill (a local array needs one
 too), so a kernel with a stack is compiled again with the assembler's log, which counts spilled bytes exactly.
 """
 
@@ -27,7 +28,7 @@ MAX_SPILL = 64  # bytes per thread
 MAX_SECONDS = 60  # per compilation, far more than any should take; an assembler that spills a lot can take hours
 MAX_TENSOR_MEMORY = 512  # columns of tensor memory per block, sm_100
 DIVISIBLE = [["tt.divisibility", 16]]
-CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Weight:
     shared_bytes: int = 0  # per block
     tensor_memory: int = 0  # columns
     cubin_bytes: int = 0
+    loop: int = 0  # instructions of the longest loop, 0 if there is none
     seconds: float = field(default=0.0, compare=False)
     error: str | None = None
 
@@ -103,6 +105,7 @@ def compiled(variant: Variant, chip: int, hints: str) -> Weight:
     used = resources(kernel.asm["cubin"])
     return Weight(
         registers=used["REG"], stack_bytes=used["STACK"], cubin_bytes=len(kernel.asm["cubin"]),
+        loop=longest_loop(read(kernel.asm["cubin"], "nvdisasm", "-c")),
         spill_bytes=spilled(variant, chip, hints) if used["STACK"] else 0, shared_bytes=kernel.metadata.shared,
         tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
     )
@@ -117,12 +120,31 @@ def build(variant: Variant, chip: int, hints: str, log: io.StringIO | None = Non
 
 def resources(cubin: bytes) -> dict[str, int]:
     """Return registers (REG) and stack (STACK) of the kernel, the largest of all its functions."""
+    listing = read(cubin, "cuobjdump", "--dump-resource-usage")
+    return {name: max(map(int, re.findall(rf"\b{name}:(\d+)", listing))) for name in ("REG", "STACK")}
+
+
+def read(cubin: bytes, tool: str, option: str) -> str:
+    """Return what one of Triton's tools prints about a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        listing = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True,
-                                 check=True).stdout
-    return {name: max(map(int, re.findall(rf"\b{name}:(\d+)", listing))) for name in ("REG", "STACK")}
+        return subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def longest_loop(listing: str) -> int:
+    """Return the most instructions between a label and a branch back to it."""
+    places: dict[str, int] = {}
+    count = longest = 0
+    for label, branch in re.findall(r"^(\.L_\w+):|^\s+/\*[0-9a-f]{4,}\*/\s+([^;]+);", listing, re.MULTILINE):
+        if label:
+            places[label] = count
+            continue
+        count += 1
+        target = re.search(r"\bBRA\b.*?(\.L_\w+)", branch)
+        if target and target[1] in places:
+            longest = max(longest, count - places[target[1]])
+    return longest
 
 
 def spilled(variant: Variant, chip: int, hints: str) -> int:

@@ -2,7 +2,8 @@
 
 NF4: a byte holds an even and an odd column. The high nibbles are multiplied with the even columns of x and the low ones
 with the odd columns, in two products, so that nothing is interleaved. Measured on an H100 in a CUDA graph, for 4096 x
-14336 and 4096 x 4096: 37 and 14 us for 1 to 8 rows (dense: 44 and 16), 76 and 26 us for 64 (dense: 47 and 15).
+14336 and 4096 x 4096: 37 and 14 us for 1 to 8 rows (dense: 44 and 16), 76 and 26 us for 64 (dense: 47 and 15). Since
+then a step of the loop reads up to four blocks of 64, which no card has measured (`few_rows.narrow_launch`).
 
 FP8: scales are by row, one for all, or by blocks that a tile of 64 columns does not cross (128 x 128; groups of 64 or
 more). With finer blocks the weight is dequantized first. From sm_89 on the card converts codes itself; before sm_89,
@@ -40,10 +41,10 @@ def nf4_decode_kernel(
     m = tl.arange(0, BLOCK_M)
     split = tl.arange(0, SPLIT)
     n_inside = n < n_size
-    m_inside = m < m_size
     row = tl.where(n_inside, n, 0).to(tl.int64) * row_bytes
     packed_rows = packed_ptr + row[None, :, None] + tl.arange(0, BYTES)[None, None, :]
-    x_rows = x_ptr + m[None, :, None] * (2 * row_bytes) + tl.arange(0, 2 * BYTES)[None, None, :]
+    m_row = tl.where(m < m_size, m, 0)  # a row is read twice rather than masked, and its result is not stored
+    x_rows = x_ptr + m_row[None, :, None] * (2 * row_bytes) + tl.arange(0, 2 * BYTES)[None, None, :]
     if SHUFFLE:
         # The address of the table, as if it were loaded (the mask is never true, as m_size >= 0). The compiler converts
         # layouts where values are loaded, so here it converts the packed bytes; with an address that is not loaded it
@@ -51,27 +52,30 @@ def nf4_decode_kernel(
         zero = tl.arange(0, 1)
         somewhere = code_ptr.to(tl.pointer_type(tl.int64)) + zero
         table = tl.load(somewhere, mask=zero + m_size < 0, other=code_ptr.to(tl.int64))[None, :, None]
+    after = ((32 * tl.arange(0, BYTES // 32)) >> block_shift)[None, None, :]
     total = tl.zeros((SPLIT, BLOCK_N, BLOCK_M), tl.float32)
     for step in range(0, tl.cdiv(row_bytes, SPLIT * BYTES)):
-        byte = (step * SPLIT + split) * BYTES
+        byte = ((step * SPLIT + split) * BYTES)[:, None, None]
         inside = byte < row_bytes
-        packed = tl.load(packed_rows + byte[:, None, None], mask=inside[:, None, None], other=0)
-        x = tl.load(
-            x_rows + 2 * byte[:, None, None], mask=inside[:, None, None] & m_inside[None, :, None], other=0.0
-        )
+        packed = tl.load(packed_rows + byte, mask=inside, other=0)
+        x = tl.load(x_rows + 2 * byte, mask=inside, other=0.0)
         even, odd = tl.split(tl.reshape(x, (SPLIT, BLOCK_M, BYTES, 2)))
         scales = block_scale(
-            row[None, :] + byte[:, None], inside[:, None], absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr,
-            offset_stride, block_shift, first_block, nested_shift, NESTED,
-        )[:, :, None]
+            row[None, :, None] + byte, inside, absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr,
+            offset_stride, block_shift, first_block, nested_shift, NESTED, after,
+        )[:, :, :, None]
         if SHUFFLE:
             high = lookup_high(packed, table)
             low = lookup_low(packed, table)
         else:
             high = tl.load(code_ptr + (packed >> 4))
             low = tl.load(code_ptr + (packed & 15))
-        total = tl.dot((high * scales).to(dtype), tl.trans(even, (0, 2, 1)), total, input_precision="ieee")
-        total = tl.dot((low * scales).to(dtype), tl.trans(odd, (0, 2, 1)), total, input_precision="ieee")
+        high = tl.reshape(high, (SPLIT, BLOCK_N, BYTES // 32, 32)) * scales
+        low = tl.reshape(low, (SPLIT, BLOCK_N, BYTES // 32, 32)) * scales
+        high = tl.reshape(high.to(dtype), (SPLIT, BLOCK_N, BYTES))
+        low = tl.reshape(low.to(dtype), (SPLIT, BLOCK_N, BYTES))
+        total = tl.dot(high, tl.trans(even, (0, 2, 1)), total, input_precision="ieee")
+        total = tl.dot(low, tl.trans(odd, (0, 2, 1)), total, input_precision="ieee")
     finish(
         out_ptr, total, n, m, split, xa_ptr, lora_b_ptr, bias_ptr, scale_ptr, scale, tensor_scale, m_size, n_size, rank,
         matrices, second, third, bias_size, SPLIT,

@@ -63,17 +63,18 @@ def lookup_low(packed, table_address):
 @triton.jit
 def block_scale(
     byte, mask, absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride, block_shift, first_block,
-    nested_shift, NESTED: tl.constexpr,
+    nested_shift, NESTED: tl.constexpr, after=0,
 ):
-    """Return the float32 scale of the block in which each `byte` lies. A block has 2**block_shift bytes."""
+    """Return the float32 scale of the block in which each `byte` lies, or of a block `after` it in its nested block. A
+    block has 2**block_shift bytes."""
     block = byte >> block_shift
     if NESTED:
         group = (block + first_block) >> nested_shift
-        code = tl.load(absmax_ptr + block, mask=mask, other=0).to(tl.int32)
+        code = tl.load(absmax_ptr + block + after, mask=mask, other=0).to(tl.int32)
         scale = tl.load(nested_code_ptr + code) * tl.load(nested_absmax_ptr + group, mask=mask, other=0.0)
         return scale + tl.load(offset_ptr + group * offset_stride, mask=mask, other=0.0)
     else:
-        return tl.load(absmax_ptr + block, mask=mask, other=0.0)
+        return tl.load(absmax_ptr + block + after, mask=mask, other=0.0)
 
 
 def weight_arguments(tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:

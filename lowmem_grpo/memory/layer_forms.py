@@ -11,10 +11,11 @@ NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # how weights
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights per scale, and scales per nested scale
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's code table, that of the quantized scales, and their offset
 GLOBAL_HEAD = 512  # default head size of Gemma 4's layers without a window
-# Instructions per weight of the decode kernels, counted in their compiled loops: form -> least compute capability ->
-# {most rows: instructions} (no tensor cores before sm_80, no e4m3 type before sm_89).
+# Instructions per weight of the decode kernels, counted in their compiled loops (tests/bench/test_kernels.py counts
+# those of NF4): form -> least compute capability -> {most rows: instructions} (no tensor cores before sm_80, no e4m3
+# type before sm_89).
 DECODE_INSTRUCTIONS = {
-    "nf4": {80: {8: 5.0, 32: 6.7, 64: 9.1}, 75: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4, 40: 88.0},
+    "nf4": {80: {8: 5.0, 16: 6.3, 32: 8.8, 64: 7.8}, 75: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4, 40: 88.0},
             0: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4}},
     "fp8": {89: {8: 5.3, 32: 6.0, 64: 8.6}, 80: {8: 12.7, 32: 13.3, 64: 15.8},
             75: {1: 15.4, 8: 24.7, 16: 49.4, 24: 74.1, 32: 98.8}, 0: {1: 15.4, 8: 24.7, 16: 49.4, 24: 74.1}},

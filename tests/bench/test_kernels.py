@@ -13,6 +13,7 @@ from programs import ran
 from bench.common.make_results import document
 from bench.common.rows import append_row, read_rows
 from bench.gate.stages import KERNEL_OPS
+from lowmem_grpo.memory.layer_forms import DECODE_INSTRUCTIONS
 
 pytest.importorskip("triton")
 KERNELS = '''
@@ -101,6 +102,38 @@ def test_what_does_not_compile_spills_exceeds_shared_memory_or_is_unlisted_fails
     assert [(row["chip"], row["dtype"]) for row in rows["good"]] == [
         (75, "fp16"), (80, "bf16"), (80, "fp16"), (86, "bf16"), (86, "fp16")]
     assert all(8 <= row["registers"] <= 64 and not row["spill_bytes"] and row["cubin_bytes"] for row in rows["good"])
+
+
+COUNTED = '''
+import json
+import sys
+
+import torch
+
+from bench.kernels.aot import compiled
+from lowmem_grpo.kernels.few_rows import narrow_launch
+from lowmem_grpo.kernels.few_rows_kernels import nf4_variants
+
+found = {}
+for chip in (80, 90, 120):
+    launch = narrow_launch(int(sys.argv[1]), 8192, 4096, chip)
+    (nested,) = [one for one in nf4_variants(chip, torch.bfloat16) if one.launch == launch and one.constexprs["NESTED"]]
+    weights = launch.constexprs["BLOCK_N"] * 2 * launch.constexprs["BYTES"] / 32  # of a step, by one of 32 lanes
+    found[chip] = compiled(nested, chip, "aligned").loop / weights
+print(json.dumps(found))
+'''
+
+
+@pytest.mark.parametrize("rows", [8, *(pytest.param(more, marks=pytest.mark.slow) for more in (16, 32, 64))])
+def test_the_loop_of_few_rows_of_nf4_has_the_planned_instructions_a_weight(rows: int, tmp_path: Path) -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COUNTED, str(rows)], capture_output=True, text=True, check=False,
+                          env=kept | {"TRITON_CACHE_DIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    most, planned = max(found.values()), DECODE_INSTRUCTIONS["nf4"][80][rows]
+    assert planned - 0.2 < most <= planned, found
+    assert rows > 8 or most <= 5, f"7.8 with one block of 64 in a step; {found}"
 
 
 @pytest.mark.slow

@@ -149,6 +149,20 @@ def test_weights_are_rounded_to_16_bits_as_training_rounds_them(device: str, dty
         assert_no_worse(arguments)
 
 
+@pytest.mark.parametrize(("device", "dtype"), IN_16_BITS)
+@pytest.mark.parametrize(("columns", "read"), [(192, 32), (512, 128)])
+def test_blocks_of_nf4_read_together_keep_the_bits_of_training(
+    device: str, dtype: torch.dtype, columns: int, read: int
+) -> None:
+    assert narrow_launch(8, 70, columns, 80).constexprs["BYTES"] == read
+    shown = 73 * torch.arange(8) % columns  # a column in each block of 64, even and odd
+    x = torch.eye(columns, dtype=dtype, device=device)[shown]
+    for kind in NF4:
+        weight = weight_of((70,), columns, kind, dtype, device)
+        assert isinstance(weight, NF4Weight)
+        assert torch.equal(in_triton(x, weight), nf4_dequantize_ref(replace(weight, dtype=dtype))[:, shown].T), kind
+
+
 @interpreted
 @pytest.mark.parametrize("capability", [80, 90])
 def test_zero_and_extreme_scales_and_every_code_keep_their_values(
