@@ -9,8 +9,6 @@
 Models are loaded with `attn_implementation=NAME`. All three forms respect sliding windows.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +27,9 @@ CHANGES = {  # arguments that change the result and that none of the three forms
     "softcap": "logit soft-capping", "s_aux": "sinks", "sinks": "sinks", "position_bias": "a position bias",
     "alibi": "ALiBi", "head_mask": "a head mask",
 }
+# cuDNN's attention builds a plan for each new shape, and vLLM disables it too. Once for the process, because a thread
+# that samples and one that trains would undo each other's choice.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
@@ -40,28 +41,16 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
     asked = kwargs | {"softcap": softcap}
     if wanted := [words for name, words in CHANGES.items() if asked.get(name) is not None]:
         raise ValueError(f"attention with {' and '.join(wanted)} is not supported; load a model without it")
-    with without_cudnn():
-        if packed is not None:
-            packed.calls += 1
-            return packed_attention(query, key, value, packed, scaling, dropout, sliding_window), None
-        if cached and query.shape[2] == 1:
-            return cached_attention(query, key, value, attention_mask, scaling, sliding_window, newest), None
-        if cached and sliding_window is not None and attention_mask is not None:
-            attention_mask = attention_mask & window_mask(query.shape[2], key.shape[2], sliding_window, key.device)
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-
-
-@contextmanager
-def without_cudnn() -> Iterator[None]:
-    """Disable cuDNN attention in this context: it builds a plan for each new shape, and vLLM disables it too."""
-    was = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(was)
+    if packed is not None:
+        packed.calls += 1
+        return packed_attention(query, key, value, packed, scaling, dropout, sliding_window), None
+    if cached and query.shape[2] == 1:
+        return cached_attention(query, key, value, attention_mask, scaling, sliding_window, newest), None
+    if cached and sliding_window is not None and attention_mask is not None:
+        attention_mask = attention_mask & window_mask(query.shape[2], key.shape[2], sliding_window, key.device)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
 
 
 def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,

@@ -147,7 +147,7 @@ class Causal:
     def fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Call torch's fused attention, with keys and values repeated if its kernel does not support shared heads."""
         groups, masked = query.shape[1] // key.shape[1], mask is not None and not isinstance(mask, CausalBias)
-        if groups > 1 and not shares_key_heads(query.device, query.dtype, masked):
+        if groups > 1 and not shares_key_heads(query.device, query.dtype, masked, query.shape[3]):
             key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=is_causal, dropout_p=self.dropout, scale=self.scaling,
@@ -242,9 +242,11 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
-def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
+def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool, size: int) -> bool:
     """Return whether torch's fused attention accepts fewer key heads than query heads. On a GPU only the flash kernel
-    does, which needs sm_80, 16 bits and no mask; without it torch would compute the (T, T) scores."""
+    does, which needs sm_80, 16 bits, no mask and heads of at most 256; without it torch would compute the (T, T)
+    scores."""
     if device.type != "cuda":
         return True
-    return torch.cuda.get_device_capability(device) >= (8, 0) and dtype != torch.float32 and not masked
+    flash = dtype != torch.float32 and not masked and size <= 256
+    return flash and torch.cuda.get_device_capability(device) >= (8, 0)

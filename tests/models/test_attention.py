@@ -97,37 +97,73 @@ def test_a_sequence_alone_is_laid_out_without_a_copy() -> None:
     assert layout.sources.tolist() == layout.places.tolist() == list(range(6))
 
 
-@pytest.mark.parametrize(("capability", "dtype", "masked", "shared"), [
-    ((7, 5), torch.float16, False, False), ((8, 0), torch.bfloat16, False, True), ((9, 0), torch.float16, False, True),
-    ((8, 0), torch.float32, False, False), ((8, 0), torch.bfloat16, True, False),
+@pytest.mark.parametrize(("capability", "dtype", "masked", "size", "shared"), [
+    ((7, 5), torch.float16, False, 64, False), ((8, 0), torch.bfloat16, False, 64, True),
+    ((9, 0), torch.float16, False, 256, True), ((8, 0), torch.float32, False, 64, False),
+    ((8, 0), torch.bfloat16, True, 64, False), ((9, 0), torch.bfloat16, False, 264, False),
+    ((12, 0), torch.float16, False, 512, False),
 ])
 def test_no_card_is_given_shared_key_heads_that_its_fused_attention_refuses(
-    capability: tuple[int, int], dtype: torch.dtype, masked: bool, shared: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], dtype: torch.dtype, masked: bool, size: int, shared: bool,
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert packed_attention.shares_key_heads(torch.device("cuda"), dtype, masked) is shared
+    assert packed_attention.shares_key_heads(torch.device("cuda"), dtype, masked, size) is shared
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_attention_never_takes_cudnn_and_leaves_the_choice_of_others_alone(
-    before: bool, tiny_policy: Policy, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("prompt", [0, 4])
+def test_heads_of_512_reach_a_card_with_repeated_keys_and_keep_their_gradients(
+    prompt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen, plain = [], torch.nn.functional.scaled_dot_product_attention
+    """Of a card's fused kernels only the memory-efficient one takes heads above 256, and only with as many key heads as
+    query heads; else torch computes the scores of all pairs of tokens."""
+    rule, plain = packed_attention.shares_key_heads, torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(packed_attention, "shares_key_heads",
+                        lambda device, dtype, masked, size: rule(torch.device("cuda"), torch.bfloat16, masked, size))
 
-    def watched(*arguments: Any, **options: Any) -> Tensor:
-        chosen.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return plain(*arguments, **options)
+    def on_card(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        assert not options["enable_gqa"], "refused by the memory-efficient kernel"
+        return plain(query, key, value, **options)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    at_start = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(before)
-    try:
-        tiny_policy.hidden(batch_of([(3, [9]), (5, [4])]))
-        assert torch.backends.cuda.cudnn_sdp_enabled() is before
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(at_start)
-    assert chosen
-    assert not any(chosen)
+    layout = packed_attention.PackedLayout.from_batch(batch_of([(prompt + 1, [3, 2])]))
+    tokens = len(layout.copies)
+    heads = [torch.randn(1, count, tokens, 512, dtype=torch.float64, requires_grad=True) for count in (4, 2, 2)]
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", on_card)
+    found = packed_attention.packed_attention(*heads, layout, 0.1, 0.0, None)
+    grads = torch.autograd.grad(found.square().sum(), heads)
+    monkeypatch.undo()
+    whole = formula(*heads, layout)
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+    wanted = torch.autograd.grad(whole.square().sum(), heads)
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, layout: packed_attention.PackedLayout) -> Tensor:
+    """softmax(q k^T) v of each sequence alone, with its prompt before it, in the packed order (1, T, H, K)."""
+    result = torch.zeros_like(query).transpose(1, 2)
+    lengths = [own + length for own, *others in layout.prompts for length in others]
+    for length, padded in zip(lengths, layout.sources.view(-1, layout.width), strict=True):
+        places = padded[:length]
+        asked, keys, values = (part[0][:, places] for part in (query, key, value))
+        scores = 0.1 * asked @ keys.repeat_interleave(2, 0).transpose(1, 2)
+        scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
+        out = scores.softmax(-1) @ values.repeat_interleave(2, 0)
+        result = result.index_copy(1, places, out.transpose(0, 1)[None])
+    return result
+
+
+def test_two_threads_in_attention_never_give_each_other_cudnns(tiny_policy: Policy) -> None:
+    """It is off once for the process: with a choice for each call, the last of two threads restored the other's."""
+    switched = []
+    enable, batch = torch.backends.cuda.enable_cudnn_sdp, batch_of([(3, [9]), (5, [4])])
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: (switched.append(on), enable(on)))
+        tiny_policy.hidden(batch)
+    assert not switched and not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_backbone_may_read_features_of_images_and_three_rows_of_positions() -> None:

@@ -197,7 +197,7 @@ def test_on_a_card_the_last_tokens_of_a_sequence_need_no_mask_in_memory(monkeypa
 
     assert isinstance(packed_attention.lower_right(3, 8, OnCard()), CausalBias)  # type: ignore[arg-type]
     asked: list[Any] = []
-    monkeypatch.setattr(packed_attention, "shares_key_heads", lambda device, dtype, masked: asked.append(masked))
+    monkeypatch.setattr(packed_attention, "shares_key_heads", lambda device, dtype, masked, size: asked.append(masked))
     monkeypatch.setattr(packed_attention, "lower_right", lambda q, k, _: packed_attention.causal_lower_right(q, k))
     heads = [torch.randn(1, count, tokens, 16) for count, tokens in ((4, 3), (2, 8), (2, 8))]
     result = Causal(None, 0.0, None, 8, {})(*heads)

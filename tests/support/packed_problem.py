@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.models.attention import without_cudnn
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
@@ -31,8 +30,7 @@ def batch_of(groups: list[tuple[int, list[int]]]) -> MicroBatch:
 
 def outcome(run: Any, heads: list[Tensor], grad: Tensor) -> dict[str, Tensor]:
     """The result and every gradient, by the kernels that a model's layer takes."""
-    with without_cudnn():
-        result = run(*heads)
+    result = run(*heads)
     grads = torch.autograd.grad(result, heads, grad.to(result))
     return {"result": result.detach(), **dict(zip(("query", "key", "value"), grads, strict=True))}
 
