@@ -1,8 +1,9 @@
-"""Compile one kernel for one chip without a GPU, and measure the result: registers, spills, shared memory, bytes, and the
+"""Compile one kernel for one chip without a GPU, and measure the result: registers, spills, shared memory, bytes, and
 instructions of its longest loop.
 
-Registers and stack come from `cuobjdump`, loops from `nvdisasm`; both are part of Triton. A stack need not be a spill (a local array needs one
-too), so a kernel with a stack is compiled again with the assembler's log, which counts spilled bytes exactly.
+Registers and stack come from `cuobjdump`, loops from `nvdisasm`; both are part of Triton. A stack need not be a spill
+(a local array needs one too), so a kernel with a stack is compiled again with the assembler's log, which counts spilled
+bytes exactly.
 """
 
 import contextlib

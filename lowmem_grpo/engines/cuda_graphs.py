@@ -11,6 +11,7 @@ from torch import Tensor
 from lowmem_grpo.config.loading import VLLM, EngineUnavailableError
 from lowmem_grpo.memory.families import family_of, has_experts
 from lowmem_grpo.memory.offload.embedding import on_host
+from lowmem_grpo.memory.oom import RECORDING
 from lowmem_grpo.models.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class CudaGraph:
         self.graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside.graph.pool()
         # another thread may train meanwhile, and its CUDA calls must not invalidate this capture
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+        with RECORDING, torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self.result = work()
 
     def __call__(self) -> Tensor:

@@ -26,7 +26,8 @@ T = TypeVar("T")
 CARD_WORDS = ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
               "Triton Error [CUDA]: out of memory")  # at the beginning of a message
 ANYWHERE = ("CUDA Error: out of memory",  # from vLLM's memory pool, with this spelling
-            "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+            "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory",
+            "captures_underway.empty() INTERNAL ASSERT FAILED")  # torch frees none while a CUDA graph is recorded
 ASKED = re.compile(r"[Tt]r(?:ied|y) to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 # Rows of a plan that do not depend on the batch: a shortage is no sign that they are wrong.
 FIXED = ("weight", "embedding", "head", "adapter", "gradient", "optimizer", "context", "reserve")
@@ -35,6 +36,8 @@ OTHERS = ("Other programs hold about {} of this card, which the plan does not kn
 UNNOTICED = 2**31  # bytes: this process's memory outside torch (driver, libraries, paged states) counts as others'
 SHOWN = 3  # most settings in an advice
 TRIM_EVERY = 0.1  # seconds, about the time to quantize a tensor
+# Held to record a CUDA graph, and to train or empty torch's cache in another thread: torch frees none meanwhile.
+RECORDING = threading.RLock()
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -91,9 +94,11 @@ def shortage_of(error: BaseException, device: torch.device) -> OutOfMemory:
 
 
 def free(device: torch.device) -> None:
+    """Free unused memory, once no other thread records a CUDA graph or trains."""
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        with RECORDING:
+            torch.cuda.empty_cache()
 
 
 @contextmanager

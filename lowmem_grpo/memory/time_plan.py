@@ -53,9 +53,9 @@ ENGINE_SECONDS = {"vllm": 0.03, "transformers": 0.01}  # per step, for sleep, wa
 # 42 GB of a step took 0.064 s more than with our engine, and in sleep, which took 0.044 s more than with small buffers.
 ASKED_ANEW, GIVEN_BACK = 0.064 / 42e9, 0.044 / 42e9
 WORTH = 0.05  # least share of decoding time that 16-bit weights must save to be worth their bytes
-# Share of its instruction rate that the NF4 kernel reaches from sm_80 on, as {most rows: share}: on an H100, 14336 x 4096
-# took 34 us for 8 rows in a loop of 7.8 instructions, and 66 us for 64 in one of 9.2. Between them the lower one, so that
-# more rows read codes only once a card has measured it.
+# Share of its instruction rate that the NF4 kernel reaches from sm_80 on, as {most rows: share}: on an H100, 14336 x
+# 4096 took 34 us for 8 rows in a loop of 7.8 instructions, and 66 us for 64 in one of 9.2. Between them the lower one,
+# so that more rows read codes only once a card has measured it.
 NF4_SHARE = {8: 0.44, 64: 0.28}
 NF4_LAUNCH_US = 3.5  # each matrix takes this much more in the NF4 kernel: a layer of a 3B model takes 69 us at 8 rows
 WEIGHT_READ = 0.72  # share of MEMORY's rate at which products of few rows read 16-bit weights, on an H100

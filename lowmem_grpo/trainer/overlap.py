@@ -16,7 +16,7 @@ from lowmem_grpo.data.prompts import Prompt, as_group
 from lowmem_grpo.engines.base import MEANWHILE, ON_GROUP, Engine, capabilities_of
 from lowmem_grpo.losses.objective import StepTotals
 from lowmem_grpo.memory.offload.embedding import on_host
-from lowmem_grpo.memory.oom import free
+from lowmem_grpo.memory.oom import RECORDING, free
 from lowmem_grpo.memory.plan import MemoryPlan
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy, in_mode
@@ -151,13 +151,13 @@ class OverlappedTraining:
     def train_beside(self, batch: MicroBatch) -> None:
         """Add the gradient of a micro-batch in the worker thread, on a GPU in a separate CUDA stream."""
         began = time.perf_counter()
-        if self.stream is None:
-            self.add(batch)
-        else:
-            self.stream.wait_stream(torch.cuda.current_stream(self.policy.device))
-            with torch.cuda.stream(self.stream):
+        with RECORDING:  # so that a shortage of memory never meets a recording
+            if self.stream is not None:
+                self.stream.wait_stream(torch.cuda.current_stream(self.policy.device))
+            with torch.cuda.stream(self.stream):  # None: no change
                 self.add(batch)
-            self.stream.synchronize()
+            if self.stream is not None:
+                self.stream.synchronize()
         self.clock.train_hidden = (self.clock.train_hidden or 0.0) + time.perf_counter() - began
 
     def add(self, batch: MicroBatch) -> None:

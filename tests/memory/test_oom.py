@@ -16,8 +16,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("words", [
     "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:139",
     "the worker failed: CUDA Error: out of memory at ../csrc/cumem_allocator.cpp:62\nmore",
+    "captures_underway.empty() INTERNAL ASSERT FAILED at \"/pytorch/c10/cuda/CUDACachingAllocator.cpp\":3190",
 ])
-def test_vllms_words_for_out_of_memory_are_recognised(words: str) -> None:
+def test_words_of_vllm_and_of_a_recorded_graph_for_out_of_memory_are_recognised(words: str) -> None:
     assert oom.is_out_of_memory(RuntimeError(words))
     assert not oom.is_out_of_memory(ValueError(words))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -16,9 +16,11 @@ from vllm_models import KV_BYTES, NEEDS_VLLM
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.data.prompts import Prompt
+from lowmem_grpo.engines.cuda_graphs import CudaGraph
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses import loss_types
 from lowmem_grpo.memory.cards import Device
+from lowmem_grpo.memory.oom import RECORDING
 from lowmem_grpo.memory.plan import MemoryPlan, PlanRow, RunSettings
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer import overlap as module
@@ -203,6 +205,31 @@ def test_the_worker_has_ended_before_the_engine_sleeps(tmp_path: Path, monkeypat
     with slow_decoding(monkeypatch):
         run.rollout()
     assert left == [0] and run.overlap.partial is not None
+
+
+def test_a_cuda_graph_is_never_recorded_beside_a_micro_batch_whose_shortage_would_be_an_error_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, add, others = trainer(tmp_path, "parallel"), module.OverlappedTraining.add, []
+
+    def other_thread() -> None:
+        others.append(RECORDING.acquire(blocking=False))
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        thread = Thread(target=other_thread)
+        thread.start()
+        thread.join(60)
+        return add(*arguments) if arguments else torch.zeros(1)
+
+    monkeypatch.setattr(module.OverlappedTraining, "add", watched)
+    with slow_decoding(monkeypatch):
+        run.rollout()
+    assert others and not any(others), "a recording may begin beside a micro-batch"
+    others.clear()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *arguments, **options: nullcontext())
+    CudaGraph(watched)
+    assert others == [False], "a micro-batch may begin, or torch's cache be emptied, beside a recording"
 
 
 @pytest.mark.parametrize("mode", MODES)
