@@ -57,6 +57,7 @@ class Loaded:
     revision: str | None = None  # the model's revision on the hub
     vocabulary: int | None = None  # rows of the stored embedding
     sha256: str | None = None  # of the model's GGUF file, if it was loaded from one
+    processor: Any = None  # of a model of images: its tokenizer and image processor
     stop_ids: tuple[int, ...] = ()  # end tokens of the last training besides the usual ones
     lora_arguments: dict[str, Any] | None = None  # those of get_peft_model, if it was called
     runs: list[tuple[Callable[[], Any], TrainerState]] = field(default_factory=list)  # facts and state of trainers
@@ -195,7 +196,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         super().save_pretrained(save_directory, *args, **kwargs)
         self.base_record().write(Path(save_directory))
         if ADAPTER in (kwargs.get("selected_adapters") or [ADAPTER]):  # a server's clients use the base's tokenizer
-            self.loaded.tokenizer.save_pretrained(save_directory)
+            (self.loaded.processor or self.loaded.tokenizer).save_pretrained(save_directory)
             base: Any = self.get_base_model()
             ends = {*end_ids(base.generation_config, self.loaded.tokenizer), *self.loaded.stop_ids}
             GenerationConfig(eos_token_id=sorted(ends) or None).save_pretrained(save_directory)
@@ -226,6 +227,8 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         """Use the end tokens saved with an adapter in `folder`, if any, and its `tokenizer` (None: none was saved)."""
         base: Any = self.get_base_model()
         self.loaded.tokenizer = tokenizer or self.loaded.tokenizer
+        if self.loaded.processor is not None:
+            self.loaded.processor.tokenizer = self.loaded.tokenizer
         if (kept := generation_of(folder)) is not None:
             base.generation_config.eos_token_id = end_ids(kept, self.loaded.tokenizer)
 
@@ -332,7 +335,7 @@ def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[Fas
     check_for(adapted, folder)
     set_peft_model_state_dict(adapted, tensors)
     adapted.take_up(folder, tokenizer)
-    return adapted, adapted.loaded.tokenizer
+    return adapted, adapted.loaded.processor or adapted.loaded.tokenizer
 
 
 def with_values_to_come(model: BareModel, config: LoraConfig, checkpointing: bool | str = AUTO) -> FastPeftModel:

@@ -28,6 +28,7 @@ from lowmem_grpo.config.loading import (
 from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.memory.cards import AUTO
+from lowmem_grpo.memory.families import reads_images
 from lowmem_grpo.models.gguf_file import digest_of
 from lowmem_grpo.models.stored_model import check_stored, find, refuse_longer
 from lowmem_grpo.utils import SEED, TRUTH, as_python, check_given, is_adapter, is_gguf, require, size_text, torch
@@ -46,6 +47,8 @@ UNSLOTHS_LENGTH = 2048  # Unsloth's default of max_seq_length in get_peft_model,
 class FastLanguageModel:
     """The model loader, under Unsloth's names. config/loading.py says how Unsloth's other options are handled."""
 
+    vision = False  # whether a model of images is loaded whole
+
     @classmethod
     def from_pretrained(
         cls, model_name: str | None = None, max_seq_length: int | None = 2048, dtype: "torch.dtype | str | None" = None,
@@ -55,7 +58,8 @@ class FastLanguageModel:
         block_size: int | None = None, offload_embedding: bool = False, sampling_weights: str | None = None,
         load_in_16bit: bool = False, load_in_fp8: bool | str = False, device_map: Any = None,
         cache_dir: str | None = None, local_files_only: bool = False, kv_cache_dtype: str = AUTO,
-        torch_dtype: Any = None, gguf_file: str | None = None, **options: Any,
+        torch_dtype: Any = None, gguf_file: str | None = None, min_pixels: int | None = None,
+        max_pixels: int | None = None, **options: Any,
     ) -> tuple[Any, Any]:
         """Load a causal language model by hub name or folder ("tiny" ships with the package), and its tokenizer. The
         folder of a saved adapter loads its base and the adapter, ready to train and to sample.
@@ -89,6 +93,8 @@ class FastLanguageModel:
 
         `kv_cache_dtype="fp8"` (e4m3, or "fp8_e5m2") lets vLLM hold keys and values in 8 bits: about twice as many
         tokens fit, but its log-probabilities differ a little more from the trainer's, which the parity gate measures.
+
+        `min_pixels` and `max_pixels` bound the size to which a model of images resizes each image (None: as stored).
 
         `offload_embedding` keeps an input embedding that is not tied to the head in host memory, and looks tokens up
         there. vLLM needs it on the device.
@@ -125,7 +131,7 @@ class FastLanguageModel:
         where = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
         path = find(model_name, **where)
         model_name = path if place.exists() and Path(path) == place.absolute() else model_name
-        check_stored(path, model_name, dtype, max_seq_length)
+        check_stored(path, model_name, dtype, max_seq_length, cls.vision)
         from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
         from lowmem_grpo.engines.cuda_graphs import check_graphs
         from lowmem_grpo.engines.vllm.settings import check_four_bit
@@ -142,7 +148,7 @@ class FastLanguageModel:
             logger.warning(advice)
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
         check_cache_dtype(settings, keeper.choice, device)
-        stored = Pretrained(model_name, path, where)
+        stored = Pretrained(model_name, path, where, cls.vision)
         if enforce_eager is False:
             with stored.naming_the_model():
                 check_graphs(enforce_eager, keeper.choice.name, device, stored.config(), offload_embedding)
@@ -162,7 +168,13 @@ class FastLanguageModel:
         embedding: Any = model.get_input_embeddings()
         loaded = Loaded(model_name, tokenizer, context, keeper, revision=revision, vocabulary=len(embedding.weight),
                         sha256=digest_of(path))
-        return BareModel(model, loaded), tokenizer
+        if reads_images(model.config):
+            from lowmem_grpo.models.vision_processor import load_processor
+
+            loaded.processor = load_processor(path, tokenizer, min_pixels, max_pixels, **where)
+        elif (min_pixels, max_pixels) != (None, None):
+            raise ValueError("min_pixels and max_pixels bound images, and this model reads text; leave them out")
+        return BareModel(model, loaded), loaded.processor or tokenizer
 
     @classmethod
     def get_peft_model(
@@ -207,6 +219,10 @@ class FastLanguageModel:
         if has_this_lora(model, asked):  # a notebook cell that was run twice
             return model
         check_bare(model)
+        if options.get("finetune_vision_layers") and model.loaded.processor is not None:
+            raise ValueError("finetune_vision_layers=True: the tower of a model of images stays frozen here, as in "
+                             "GRPO elsewhere; leave it out, which trains the language layers. Tower and language are "
+                             "trained together by TRL's or Unsloth's SFT")
         target_modules, beside = settings_beside(target_modules, options)
         scope = Scope(finetune_language_layers, finetune_attention_modules, finetune_mlp_modules, layers_to_transform,
                       finetune_last_n_layers)
@@ -249,8 +265,10 @@ class FastModel(FastLanguageModel):
 
 
 class FastVisionModel(FastLanguageModel):
-    """FastLanguageModel under another of Unsloth's names. Only the text layers of a multimodal model are trained, and
-    images are refused."""
+    """The loader of models of images (Qwen2.5-VL and Qwen3-VL), which also returns the processor. The language layers
+    are trained, and the vision tower is frozen. Of other multimodal models the text part is loaded."""
+
+    vision = True
 
 
 def named_gguf(model_name: str | None, gguf_file: str) -> str:

@@ -39,7 +39,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "runs": {"IPython", "click", "numpy", "peft", "rich", "safetensors", "trackio", "transformers", "wandb"},
     "models": {"bitsandbytes", "gguf", "huggingface_hub", "llama_cpp", "numpy", "peft", "safetensors", "transformers"},
     "engines": {"numpy", "transformers", "vllm"},
-    "data": {"datasets", "pandas", "transformers"},
+    "data": {"PIL", "datasets", "pandas", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
     "environments": {"mcp", "transformers"},

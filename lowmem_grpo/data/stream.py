@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 CONVERTED = ("numpy", "torch", "pandas", "polars", "arrow", "tensorflow", "jax")  # formats that only change the types
 IMAGES = ("image", "images", "pixel_values")  # columns that TRL trains on
 SPLITS = {"train", "test", "validation", "val", "dev", "eval"}
+WITH_IMAGES = ("GRPOTrainer reads images with a model of FastVisionModel.from_pretrained (docs/images.md). Where the "
+               "text says enough")
 IMAGE_PARTS = ("image", "image_url", "input_image")  # types of message parts
 Row = dict[str, Any]
 
@@ -244,8 +246,9 @@ class PlainRows:
         return list(self[0]) if names is not None and len(self) else names
 
 
-def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
-    """Return the dataset as rows by index, or as a Stream; for any other kind, DataError says what to pass instead."""
+def rows_of(dataset: Any, parameter: str = "train_dataset", images: bool = False) -> Any:
+    """Return the dataset as rows by index, or as a Stream; for any other kind, DataError says what to pass instead.
+    Images are refused unless the model may read them (`images`)."""
     if dataset is None:
         raise DataError(f"`{parameter}` is required, as there are no rows without it; pass a list of dicts, or a "
                         "datasets.Dataset")
@@ -264,7 +267,8 @@ def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
         raise DataError(f"{parameter} is a list of {type(wrong).__name__}; each row must be a dict of columns, "
                         "for example {'prompt': 'What is 2 + 2?', 'answer': '4'}")
     if comes_from(dataset, "datasets", "IterableDataset") or comes_from(dataset, "torch", "IterableDataset"):
-        refuse_images(getattr(dataset, "column_names", None) or [], {}, parameter)
+        if not images:
+            refuse_images(getattr(dataset, "column_names", None) or [], {}, parameter)
         return Stream(dataset, partial(plain_row, arrays=comes_from(dataset, "datasets", "IterableDataset")))
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         rows = PlainRows(dataset)
@@ -275,7 +279,8 @@ def rows_of(dataset: Any, parameter: str = "train_dataset") -> Any:
         names = rows.column_names or []
         if odd := [name for name in names if not isinstance(name, str)]:
             raise DataError(f"{parameter} has the column {odd[0]!r}, and names of columns are texts; rename it")
-        refuse_images(names, first, parameter)
+        if not images:
+            refuse_images(names, first, parameter)
         return rows
     if isinstance(dataset, Iterable) or callable(dataset):
         return Stream(dataset, plain_row)
@@ -288,13 +293,13 @@ def refuse_images(columns: list[str], row: Mapping[str, Any], parameter: str) ->
     held = next((name for name in IMAGES if name in columns or name in row), None)
     if held is not None:
         raise DataError(f"{parameter} has the column {held!r}, and images are not supported: only text is trained "
-                        f"here. Where the text says enough, leave it out: dataset.remove_columns([{held!r}])")
+                        f"here. {WITH_IMAGES}, leave it out: dataset.remove_columns([{held!r}])")
     parts = [(name, part.get("type")) for name, value in row.items() if isinstance(value, list) for message in value
              if isinstance(message, Mapping) and isinstance(message.get("content"), list)
              for part in message["content"] if isinstance(part, Mapping)]
     if held := next((name for name, kind in parts if kind in IMAGE_PARTS), None):
         raise DataError(f"{parameter} has images in the messages of {held!r}, and images are not supported: only text "
-                        "is trained here. Where the text says enough, leave these parts of the messages out")
+                        f"is trained here. {WITH_IMAGES}, leave these parts of the messages out")
 
 
 def comes_from(value: Any, library: str, name: str) -> bool:

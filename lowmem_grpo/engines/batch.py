@@ -35,6 +35,7 @@ class DecodeState:
     alive: Tensor  # (B,) bool, False for finished rows
     positions: Tensor  # (B,) index in its sequence of the last token in the cache; positions + 1 places are filled
     routes: Tensor | None = None  # (B, S, layers, k) experts chosen for the tokens fed last; None without experts
+    shifts: Tensor | None = None  # (B,) how far RoPE positions lie behind `positions`; None for a model of text
 
     @classmethod
     def holding(cls, rows: Tensor, cache: GrowingCache | None = None, held: Tensor | None = None) -> "DecodeState":
@@ -65,7 +66,10 @@ class DecodeState:
                   for state, places in zip(states, held, strict=True)]
         parts = [(state.rows, state.counts, state.tokens, state.alive, state.positions) for state in states]
         cache = right_aligned(pieces, max(held), max(held) // 8, give=True)
-        return cls(cache, *(torch.cat(same) for same in zip(*parts, strict=True)))
+        joined = cls(cache, *(torch.cat(same) for same in zip(*parts, strict=True)))
+        shifts = [state.shifts for state in states if state.shifts is not None]
+        joined.shifts = torch.cat(shifts) if shifts else None
+        return joined
 
     def trim(self) -> None:
         """Drop the cache positions on the left that are padding in every unfinished row."""
@@ -78,6 +82,7 @@ class DecodeState:
         self.cache.select(keep)
         self.rows, self.counts, self.tokens = self.rows[keep], self.counts[keep], self.tokens[keep]
         self.alive, self.positions = self.alive[keep], self.positions[keep]
+        self.shifts = None if self.shifts is None else self.shifts[keep]
 
 
 class Batch:
@@ -85,8 +90,10 @@ class Batch:
 
     state: DecodeState
 
-    def __init__(self, generation: GenerationState, stops: StopCriteria, waiting: deque[int], size: int) -> None:
+    def __init__(self, generation: GenerationState, stops: StopCriteria, waiting: deque[int], size: int,
+                 never: Tensor | None = None) -> None:
         self.generation, self.stops, self.waiting, self.size = generation, stops, waiting, size
+        self.never = never  # tokens that are not drawn
         self.rows: list[int] = []  # the unfinished rows; after an error, the rows to resume
         self.drew: list[tuple[Tensor, Tensor]] = []  # tokens (B,) and log-probs since `find_done` last ran; B rows each
         self.furthest = 0  # the most tokens that a row had drawn before these
@@ -127,7 +134,7 @@ class Batch:
         if not self.uniforms:
             ahead = state.counts[:, None] + len(self.drew) + torch.arange(AHEAD, device=state.counts.device)
             self.uniforms = [*generation.numbers(state.rows, ahead.clamp(max=self.last)).split(1, 1)][::-1]
-        state.tokens, logprobs = draw(logits, generation.params, self.uniforms.pop())
+        state.tokens, logprobs = draw(logits, generation.params, self.uniforms.pop(), self.never)
         self.drew.append((state.tokens, logprobs.float()))
 
     def store(self) -> None:
@@ -239,6 +246,8 @@ class Passes:
         before = state.real[:, None].expand(-1, width, -1)
         mask = torch.cat([before, causal & real[:, None, :] | itself], dim=2)[:, None]
         positions = (state.positions[:, None] + real.long().cumsum(-1)).clamp(min=0)
+        if state.shifts is not None and not prompts:
+            positions = positions + state.shifts[:, None]
         hidden = self.hidden(ids, positions, mask, real, state, prompts)
         state.positions = state.positions + real.sum(-1)
         return hidden

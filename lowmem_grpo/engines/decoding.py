@@ -112,13 +112,18 @@ def request_numbers(seeds: list[int], width: int, device: torch.device) -> Unifo
     return lambda rows, places: numbers(rows % len(seeds), places)
 
 
-def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, params: SamplingParams, uniform: Tensor,
+         never: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draw tokens (B,) from logits (B, V) fp32; returns them and their log-probabilities (B,).
 
     Inverse-CDF sampling uses one number per row from [0, 1), `uniform` (B, 1) fp64, and never draws a token of
     probability 0. Log-probabilities include temperature and truncation. Greedy decoding (temperature 0) reports those
-    at temperature 1.
+    at temperature 1. Tokens in `never` (n,) are not drawn, but counted: log-probabilities are the policy's own.
     """
+    if never is not None:
+        tokens, logprobs = draw(logits.index_fill(1, never, -torch.inf), params, uniform)
+        whole = (logits / (params.temperature or 1.0)).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+        return tokens, logprobs if params.truncates else whole
     if params.temperature == 0:
         logprobs = logits.log_softmax(-1)
         tokens = logits.argmax(-1)

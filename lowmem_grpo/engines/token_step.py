@@ -50,6 +50,7 @@ class StepBuffers:
         self.at = torch.zeros(1, dtype=torch.long, device=device)  # cache index at which the newest tokens are written
         self.tokens = torch.zeros(rows, dtype=torch.long, device=device)
         self.positions, self.alive = torch.zeros_like(self.tokens), torch.zeros_like(self.tokens, dtype=torch.bool)
+        self.shifts = torch.zeros_like(self.tokens)
         self.mask: Tensor | None = None  # (R, C), 0 for real tokens and -inf elsewhere; the first rows set its dtype
         self.out: Tensor | None = None  # (R, V), the logits of graphs
         self.graphs: dict[tuple[int, int], Run] = {}  # by rows and cache places, the most recently used last
@@ -152,6 +153,8 @@ class TokenStep:
         buffers.alive.zero_()
         self.alive = None
         buffers.tokens[:count], buffers.positions[:count] = state.tokens, positions
+        if state.shifts is not None:
+            buffers.shifts[:count] = state.shifts
         if buffers.mask is None:
             buffers.mask = state.cache.growing[0].storage.new_empty(buffers.rows, buffers.capacity)
         buffers.mask.fill_(-torch.inf)[:count, :width].masked_fill_(real, 0.0)
@@ -181,6 +184,8 @@ class TokenStep:
         mask.index_fill_(1, buffers.at, 0.0)
         seen, named = mask[rows, None, None, : self.width], {"newest": buffers.at} if self.block > 1 else {}
         # finished rows are still fed, but `alive` keeps their recurrent states from changing
+        if self.state.shifts is not None:
+            positions = positions + buffers.shifts[rows]
         hidden = self.passes.hidden(buffers.tokens[rows, None], positions[:, None], seen, buffers.alive[rows, None],
                                     self.state, (), **named)
         logits = self.passes.policy.head.logits(hidden[:, 0])

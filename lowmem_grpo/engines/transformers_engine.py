@@ -159,7 +159,7 @@ class TransformersEngine:
         while waiting:
             size = min(self.bound.under(None) or most, most)
             stops = StopCriteria(self.tokenizer, generation.params, self.eos_ids, device)
-            batch = Batch(generation, stops, waiting, size)
+            batch = Batch(generation, stops, waiting, size, self.policy.inputs.never)
             if not generation.requests:
                 longest = max(map(len, generation.prompts)) + generation.ids.shape[1]
                 self.step.prepare(size, min(longest, self.max_seq_length))
@@ -284,6 +284,7 @@ class TransformersEngine:
         state = DecodeState.holding(torch.arange(len(held), device=device), cache, torch.tensor(held, device=device))
         if not generation.requests:
             state.cache.lasting = self.step.storage_for(prefill.fed + start, running)
+        state.shifts = self.policy.inputs.shifts(prefill.prompts, device)
         piece = FED if cache else prefill_piece(*input_ids.shape)
         logits = self.passes.feed(state, input_ids, real, piece, prefill.prompts)
         self.pace.read(sum(map(len, prefill.prompts)) - sum(held))

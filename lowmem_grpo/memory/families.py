@@ -74,6 +74,7 @@ class Family:
     experts: ExpertBlock | None = None  # replaces the MLP in layers with experts
     only_bfloat16: bool = False  # float16 overflows, and the loss would be NaN
     turns: tuple[str, ...] = ()  # markers in its chat template, each of which must be a single token
+    vision: bool = False  # the text part of models that are trained with images, whole: `FastVisionModel`
     refused: str = ""  # why the family cannot be trained, and what to use instead
 
 
@@ -101,6 +102,10 @@ FAMILIES: dict[str, Family] = {
     "qwen2": decoder("Qwen2, Qwen2.5", "Qwen2", turns=IM,
                      attention=Attention("Qwen2Attention", window="layers", bias=True)),
     "qwen3": decoder("Qwen3", "Qwen3", turns=IM, attention=Attention("Qwen3Attention", norm="heads", window="layers")),
+    "qwen2_5_vl_text": decoder("Qwen2.5-VL", "Qwen2_5_VL", vllm=None, vision=True, turns=IM, mlp=MLP("Qwen2MLP"),
+                               attention=Attention("Qwen2_5_VLAttention", window="layers", bias=True)),
+    "qwen3_vl_text": decoder("Qwen3-VL", "Qwen3VLText", vllm=None, vision=True, turns=IM, attention=Attention(
+        "Qwen3VLTextAttention", norm="heads")),
     "gemma3_text": decoder("Gemma 3 (text)", "Gemma3", norms=4, turns=GEMMA, norm=Norm("Gemma3RMSNorm", "eps", 1.0),
                            attention=Attention("Gemma3Attention", norm="heads", window="layers")),
     "phi3": decoder("Phi-3, Phi-4", "Phi3", turns=("<|end|>", *IM), mlp=MLP("Phi3MLP", FUSED_GATE_UP),
@@ -142,8 +147,12 @@ TEXT_NAMES: dict[str, dict[str, str]] = {
 # other multimodal model types, which load with all their parts: transformers has a causal language model for them
 WHOLE_KINDS = ("gemma3", "gemma3n", "gemma4_unified", "git", "got_ocr2", "llama4", "mllama", "phi4_multimodal",
                "qwen3_5_moe", "qwen4_exp")
-IMAGES = ("{!r} is a model of images ({}), and images are not supported: only text is trained here. Take a text model, "
-          "such as Qwen3 instead of Qwen3-VL, or one whose text part is loaded (docs/families.md): {}")
+# multimodal model types that are trained with images: `FastVisionModel` loads them whole
+VISION = tuple(kind.removesuffix("_text") for kind, row in FAMILIES.items() if row.vision)
+IMAGES = ("{!r} is a model of images ({}), and images are not supported in this family: only text is trained. Take "
+          "Qwen2.5-VL or Qwen3-VL, a text model, or one whose text part is loaded (docs/families.md): {}")
+WITH_VISION = ("{!r} is a model of images ({}). To train it with images, load it with FastVisionModel.from_pretrained; "
+               "for text alone take a text model, such as Qwen3 instead of Qwen3-VL")
 MULTIPLIED = ("hyperclovax",)  # families whose `logits_scaling` multiplies the logits; in others it divides them
 NO_FLOAT16 = ("{} overflows in float16: the loss would be NaN. Take bfloat16 (dtype=torch.bfloat16, bf16=True), which "
               "cards of sm_80 and later compute in, or dtype=torch.float32 with load_in_4bit=True on an older one")
@@ -175,10 +184,10 @@ def family_of(config: Any) -> Family | None:
     return FAMILIES.get(model_type_of(config))
 
 
-def check_family(config: Any, name: str) -> str | None:
+def check_family(config: Any, name: str, vision: bool = False) -> str | None:
     """Return a warning if the model's family is not in `FAMILIES`, and None if it is. ValueError for a refused family,
-    and for a multimodal model without a causal language model."""
-    check_images(config, name)
+    and for a multimodal model without a causal language model, unless it is trained with images (`vision`)."""
+    check_images(config, name, vision)
     row, kind = family_of(config), model_type_of(config)
     if row is not None and row.refused:
         raise ValueError(f"{name!r} is of the family {row.name}: {row.refused}")
@@ -189,12 +198,21 @@ def check_family(config: Any, name: str) -> str | None:
             "docs/families.md")
 
 
-def check_images(config: Any, name: str) -> None:
-    """Raise ValueError for an image model that has no causal language model."""
+def reads_images(config: Any) -> bool:
+    """Return whether a config, or a config.json's fields, is of a family that is trained with images."""
+    return str(fields_of(config).get("model_type")) in VISION
+
+
+def check_images(config: Any, name: str, vision: bool = False) -> None:
+    """Raise ValueError for an image model that has no causal language model, unless `vision` and it reads images."""
     fields = fields_of(config)
     kind = str(fields.get("model_type"))
     if fields.get("vision_config") and kind not in TEXT_NAMES and kind not in WHOLE_KINDS:
         label = next(iter(fields.get("architectures") or [kind]))
+        if kind in VISION and vision:
+            return
+        if kind in VISION:
+            raise ValueError(WITH_VISION.format(name, label))
         raise ValueError(IMAGES.format(name, label, ", ".join(TEXT_NAMES)))
 
 

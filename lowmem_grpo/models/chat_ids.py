@@ -46,6 +46,8 @@ class IdsTokenizer:
     """A mixin for tokenizer classes, whose `apply_chat_template` returns `TokenIds`. Images and sounds are refused:
     programs for multimodal models pass them to a processor, and this tokenizer takes its place."""
 
+    of_processor = False  # True: the tokenizer of a processor, which writes the places of images
+
     def __call__(self, *args: Any, **options: Any) -> Any:
         if any(options.get(name) is not None for each in MEDIA for name in (each, f"{each}s")) or any(
                 map(is_picture, args[:2])):
@@ -55,7 +57,7 @@ class IdsTokenizer:
     def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
         """Return transformers' result, as `TokenIds` if it holds lists of ids and `return_dict` was not given.
         UnsupportedError if a message has an image or a sound."""
-        if has_media(conversation):
+        if not self.of_processor and has_media(conversation):
             raise UnsupportedError(TEXT_ALONE)
         answer = super().apply_chat_template(conversation, *args, **options)  # type: ignore[misc]
         lists = isinstance(answer, BatchEncoding) and isinstance(answer["input_ids"], list)

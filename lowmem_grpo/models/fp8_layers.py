@@ -161,7 +161,8 @@ class FP8Quantizer(HfQuantizer):
         else:
             left = self.get_modules_to_not_convert(model)
             paths, held = {name: block for name, module in model.named_modules()
-                           if type(module) is nn.Linear and should_convert_module(name, left)}, dtype
+                           if type(module) is nn.Linear and should_convert_module(name, left)
+                           and ".visual." not in name}, dtype
         for path, blocks in paths.items():
             linear: Any = model.get_submodule(path)
             size = blocks or (1, linear.in_features)

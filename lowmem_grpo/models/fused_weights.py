@@ -41,6 +41,8 @@ def fuse_weights(model: nn.Module) -> list[str]:
 def groups_of(model: nn.Module) -> Iterator[tuple[str, list[Any]]]:
     """Yield the path and modules of each group: linear children of one parent, not wrapped by an adapter."""
     for parent_path, parent in model.named_modules():
+        if ".visual." in parent_path:
+            continue
         children = dict(parent.named_children())
         for names in GROUPS:
             modules = [children.get(name) for name in names]

@@ -180,7 +180,7 @@ def make_lean(model: Any, tile_rows: int | None) -> None:
     activation = NAMES.get(str(getattr(config, "hidden_act", getattr(config, "hidden_activation", None))))
     for path, module in list(model.named_modules()):
         kind = type(module).__name__
-        if not type(module).__module__.startswith("transformers."):
+        if ".visual." in path or not type(module).__module__.startswith("transformers."):
             continue
         if kind in NORMS and hasattr(module, "weight"):  # Gemma 4 has some without
             norm = LeanRMSNorm(module.weight, getattr(module, NORMS[kind].eps), NORMS[kind])

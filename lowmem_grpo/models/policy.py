@@ -26,6 +26,7 @@ from lowmem_grpo.models.delta_net import use_delta_nets
 from lowmem_grpo.models.packed_attention import FirstKeys, PackedLayout
 from lowmem_grpo.models.routes import RouteRecorder, follow_routes, replay_of
 from lowmem_grpo.models.trained_set import TrainedSet
+from lowmem_grpo.models.vision import ImageInputs, store_of, whole_of
 from lowmem_grpo.types import ImageToken, MicroBatch
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # the first that a config has is used
@@ -99,8 +100,10 @@ def logit_shape(config: Any) -> dict[str, Any]:
 
 
 class TextInputs:
-    """Makes the inputs of a backbone that reads text. A model of images takes another class with these methods, which
-    may look features up by the images' names, and return `inputs_embeds`, RoPE positions (3, B, Q), and more."""
+    """Makes the inputs of a backbone that reads text. A model of images takes another class with these methods:
+    `models.vision.ImageInputs`."""
+
+    never: Tensor | None = None  # tokens (n,) that may not be sampled
 
     def of_batch(self, batch: MicroBatch) -> dict[str, Any]:
         return self.of_rows(batch.input_ids[None], batch.offsets[None], [[*batch.images.values()]])
@@ -110,6 +113,10 @@ class TextInputs:
         if any(ImageToken in map(type, prompt) for prompt in prompts):
             raise ValueError("a prompt has images, and the model reads text only; leave the images out")
         return {"input_ids": ids, "position_ids": offsets}
+
+    def shifts(self, prompts: Sequence[list[int]], device: torch.device) -> Tensor | None:
+        """Return what is added to the index of a token after each prompt to get its position, (B,); None: nothing."""
+        return None
 
 
 def set_mode(model: nn.Module, training: bool) -> None:
@@ -178,11 +185,12 @@ class Policy:
         self.dtype: torch.dtype = base.get_input_embeddings().weight.dtype
         check_dtype(base.config, self.dtype, autocast_dtype)
         use_delta_nets(base)
-        if base.config.get_text_config()._attn_implementation != attention.NAME:
-            base.set_attn_implementation(attention.NAME)
-        self.backbone = getattr(base, base.base_model_prefix)
+        text, whole = base.config.get_text_config(), whole_of(base)
+        if text._attn_implementation != attention.NAME:
+            base.set_attn_implementation(attention.NAME if whole is None else {"text_config": attention.NAME})
+        self.backbone = getattr(base, base.base_model_prefix) if whole is None else whole.language_model
         self.head = head or Head(base.get_output_embeddings(), **logit_shape(base.config))
-        self.inputs = TextInputs()
+        self.inputs: TextInputs | ImageInputs = TextInputs() if whole is None else ImageInputs(whole, store_of(base))
         self.autocast_dtype = autocast_dtype
         self.head_groups = 1  # parts in which attention's backward pass takes the heads; a memory plan may set more
         self.keeps_factors = True  # whether the micro-batches of a step share adapters in the dtype of the products

@@ -19,6 +19,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
@@ -27,7 +28,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as their_logging
 
-from lowmem_grpo.memory.families import check_family, family_of, has_experts, with_experts
+from lowmem_grpo.memory.families import check_family, family_of, has_experts, reads_images, with_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.memory.model_shape import read_config
 from lowmem_grpo.memory.oom import freed_memory_returned
@@ -74,6 +75,7 @@ class Pretrained:
     name: str  # as given by the user
     path: str  # a folder, a GGUF file, or a name on the hub
     options: dict[str, Any]  # revision and token
+    vision: bool = False  # a family that reads images is loaded whole
 
     def load(self, dtype: torch.dtype, device: str, form: str) -> tuple[PreTrainedModel, Any]:
         """Return the frozen model on its device, with weights in this form (NF4, FP8, FP8_BLOCK or BITS_16), and its
@@ -81,15 +83,16 @@ class Pretrained:
         with self.naming_the_model(), freed_memory_returned():
             config, names = self.parts()
             check_dtype(config, dtype)
-            if said := check_family(config, self.name):
+            if said := check_family(config, self.name, self.vision):
                 logger.warning("%s", said)
             stored = stored_form(config, self.name)
             check_experts(config, stored, form, self.name)
             tokenizer = self.tokenizer()
             check_turns(config, tokenizer, self.name)
             how = quantization(config, stored, form, dtype, names)
+            ours: Any = {"text_config": attention.NAME} if reads_images(config) else attention.NAME  # not of the tower
             model = read_model(
-                self.path, config, names, dtype=dtype, device_map={"": device}, attn_implementation=attention.NAME,
+                self.path, config, names, dtype=dtype, device_map={"": device}, attn_implementation=ours,
                 **self.options, **how,
             )
             if is_gguf(self.path):
@@ -161,7 +164,7 @@ def read_model(path: str, config: Any, names: dict[str, str], **options: Any) ->
     tensor is missing."""
     if Path(path).is_dir():
         say_other_weights(Path(path))
-    kind: Any = AutoModelForCausalLM
+    kind: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
     first: Any = path
     if is_gguf(path):
         kind, first = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None
@@ -242,7 +245,10 @@ def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
         return {}  # not None, which would override the config of a checkpoint in NF4
     if form != NF4:
         return {"quantization_config": to_quantize(form, dtype)}
-    return {"quantization_config": nf4(dtype, ExpertsNF4Config if has_experts(config) else BitsAndBytesConfig)}
+    made = nf4(dtype, ExpertsNF4Config if has_experts(config) else BitsAndBytesConfig)
+    if reads_images(config):
+        made.llm_int8_skip_modules = ["model.visual", "lm_head"]  # the tower stays in 16 bits
+    return {"quantization_config": made}
 
 
 def say_stored(name: str, stored: str, form: str) -> None:

@@ -115,7 +115,7 @@ def config_of(model_name: str) -> Any:
             raise ValueError(f"{unknown}. From the hub: {cause}") from error
 
 
-def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None = None) -> None:
+def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None = None, vision: bool = False) -> None:
     """Raise ValueError for a refused family, an unsupported form of weights, float16 for a model that overflows in it,
     and a context longer than the model's. A name on the hub is not checked here, but when it is loaded."""
     fields = stored_fields(folder)
@@ -123,7 +123,7 @@ def check_stored(folder: str, name: str, dtype: Any, max_seq_length: int | None 
         return
     if Path(folder).is_dir():
         weight_files(Path(folder))
-    check_family(fields, name)
+    check_family(fields, name, vision)
     stored_form(fields, name)
     refuse_longer(max_seq_length, (fields.get("text_config") or fields).get("max_position_embeddings"))
     if str(dtype).removeprefix("torch.") == "float16":

@@ -150,15 +150,15 @@ OF_LOSS = ("loss", "policy_loss", "kl", "entropy", *FIRST_WORDS, "sampling",
            "mean_token_accuracy")  # the learner's metrics that evaluations have, as in TRL
 
 
-def indexed_rows(dataset: Any, parameter: str) -> Any:
+def indexed_rows(dataset: Any, parameter: str, images: bool = False) -> Any:
     """Return indexable evaluation rows. A stream is read to its end; DataError if it has more than LONGEST rows."""
-    rows = stream.rows_of(dataset, parameter)
+    rows = stream.rows_of(dataset, parameter, images)
     if not isinstance(rows, stream.Stream):
         return rows
     read = rows.peek(LONGEST + 1)
     if len(read) > LONGEST:
         raise DataError(f"{parameter} is a stream of more than {LONGEST:,} rows; pass list(stream.take(200))")
-    return stream.rows_of(read, parameter)
+    return stream.rows_of(read, parameter, images)
 
 
 def evaluation_sets(dataset: Any, args: TrainSettings, read: Callable[[Any, str], Any]) -> Any:

@@ -23,8 +23,17 @@ from lowmem_grpo.rollout.collector import Collector, SharedCollector
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring, rollout_metrics
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
+from lowmem_grpo.trainer.model_setup import may_read_images
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap
-from lowmem_grpo.trainer.parts import PolicyParts, bring_model, first_engine, lengths, make_policy_parts, tokens_of_row
+from lowmem_grpo.trainer.parts import (
+    PolicyParts,
+    bring_model,
+    first_engine,
+    lengths,
+    make_policy_parts,
+    prompt_encoder,
+    tokens_of_row,
+)
 from lowmem_grpo.trainer.play import EpisodeSetup
 from lowmem_grpo.trainer.trl_api import TrlApi
 from lowmem_grpo.types import OnGroup, Rollout, RolloutGroup
@@ -60,6 +69,7 @@ class GRPOTrainer(TrlApi):
                                    config.score_while_sampling, players.plays, late_columns=rollout_func is not None,
                                    override=self._calculate_rewards if overridden else None)
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
+        players.images = not players.plays and may_read_images(model)
         rows = players.rows(train_dataset)
         trained = bring_model(model, config, either(processing_class, tokenizer), peft_config, quantization_config,
                               tokens_of_row(config))
@@ -68,8 +78,7 @@ class GRPOTrainer(TrlApi):
             reward_model.load(trained.policy.device)
         first = first_engine(trained, config, engine)
         longest, context = lengths(config, trained.context)
-        encoder = players.encoder(
-            PromptEncoder(trained.tokenizer, longest, config.chat_template_kwargs, config.truncate_prompts))
+        encoder = players.encoder(prompt_encoder(trained, longest, config))
         self.turns, self.player = players.turns, players.player(self, context)
         parts = make_policy_parts(trained, config, prompt_source(config, rows, encoder), first, context, optimizers,
                                   reward_models, objective_class=self.objective_class)

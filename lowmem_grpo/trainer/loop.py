@@ -107,7 +107,7 @@ class Trainer:
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
         """Return the rows of one evaluation dataset, as `measure_evaluation` takes them."""
-        return indexed_rows(dataset, parameter)
+        return indexed_rows(dataset, parameter, images=self.model.loaded.processor is not None)
 
     def measure_evaluation(self, rows: Any) -> dict[str, float]:
         """Return the metrics of one evaluation dataset."""

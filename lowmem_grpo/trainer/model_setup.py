@@ -17,15 +17,16 @@ from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.engines.choice import EngineKeeper, choose_engine
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, Loaded, with_lora, with_values_to_come
-from lowmem_grpo.loader import FastLanguageModel
-from lowmem_grpo.memory.families import check_images, has_experts
+from lowmem_grpo.loader import FastLanguageModel, FastVisionModel
+from lowmem_grpo.memory.families import check_images, has_experts, reads_images
 from lowmem_grpo.models.card_check import use_card
 from lowmem_grpo.models.experts import BROUGHT, routed_blocks, use_routed_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
 from lowmem_grpo.models.lora_targets import Scope, check_plain, check_targets, lora_targets
 from lowmem_grpo.models.pretrained import Pretrained, is_quantized, keep_layout
-from lowmem_grpo.models.stored_model import find
+from lowmem_grpo.models.stored_model import find, resolve, stored_fields
 from lowmem_grpo.models.trained_set import adapter_values
+from lowmem_grpo.models.vision_processor import load_processor
 from lowmem_grpo.runs.adapter_file import PREFIX, rank_of, scaling_of
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 
@@ -128,7 +129,8 @@ class Brought:
         if (share := getattr(self.settings, "vllm_gpu_memory_utilization", None)) is not None:
             options["gpu_memory_utilization"] = share
         config = Pretrained(self.model, find(self.model, **where), where).config()
-        model, _ = FastLanguageModel.from_pretrained(
+        loader = FastVisionModel if reads_images(config) else FastLanguageModel
+        model, _ = loader.from_pretrained(
             self.model, max_seq_length=self.context(config),
             fast_inference="vllm" if getattr(self.settings, "use_vllm", False) else False, **options, **four_bit,
         )
@@ -155,14 +157,16 @@ class Brought:
         model.requires_grad_(False)
         context = self.context(model.config)
         keeper = EngineKeeper(context, choose_engine(False, str(model.device)), EngineSettings(0.5), name)
-        return BareModel(model, Loaded(name, tokenizer, context, keeper, vocabulary=stored_rows(name)))
+        processor = load_processor(name, tokenizer) if reads_images(model.config) else None
+        return BareModel(model, Loaded(name, tokenizer, context, keeper, vocabulary=stored_rows(name),
+                                       processor=processor))
 
 
 def check_base(model: Any) -> None:
     """Raise TypeError if this is not a transformers model, and ValueError if it cannot be trained as it is."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is a {type(model).__name__}; {ADVICE}")
-    check_images(model.config, str(model.config._name_or_path))
+    check_images(model.config, str(model.config._name_or_path), vision=True)
     stored = getattr(model.config, "quantization_config", None)
     if stored is not None and not is_quantized(model):
         raise ValueError(f"the model is quantized ({getattr(stored, 'quant_method', stored)}); allowed are 16 and "
@@ -171,6 +175,15 @@ def check_base(model: Any) -> None:
     if len(devices) > 1:
         raise ValueError(f"the model lies on {', '.join(sorted(devices))}; load it on one device: "
                          "device_map={'': 0}")
+
+
+def may_read_images(model: Any) -> bool:
+    """Return whether a trainer's model reads images; True for a name on the hub, whose config is not known yet."""
+    if isinstance(model, str | Path):
+        fields = stored_fields(resolve(str(model)))
+        return fields is None or reads_images(fields)
+    config = getattr(model, "config", None)
+    return hasattr(config, "to_dict") and reads_images(config)
 
 
 def tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase | None:

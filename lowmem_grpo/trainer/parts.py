@@ -13,6 +13,7 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.rollout import TRLS_SHARE
 from lowmem_grpo.config.sampling import longest_prompt
 from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.engines.base import Engine, check_own_engine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.losses.objective import Objective
@@ -23,6 +24,7 @@ from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks
 from lowmem_grpo.models.card_check import mixed_dtype
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.vision import store_of
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.runs.alarms import Alarms
@@ -79,6 +81,8 @@ def bring_model(
     stops = getattr(getattr(args, "vllm_sampling_params", None), "stop_token_ids", None)
     tokenizer = tokenizer or model.loaded.tokenizer
     model.loaded.tokenizer, model.loaded.stop_ids = tokenizer, tuple(stops or ())  # both are saved with the adapter
+    if model.loaded.processor is not None and hasattr(processing_class, "image_processor"):
+        model.loaded.processor = processing_class
     policy = Policy(model, mixed_dtype(model, args.bf16, args.fp16), args.logits_chunk)
     if args.gradient_checkpointing is not None:
         enable_checkpointing(policy.base, args.gradient_checkpointing)
@@ -174,6 +178,17 @@ def warn_of_settings(config: GRPOConfig) -> None:
 def tokens_of_row(config: GRPOConfig) -> int:
     """Return the maximum tokens of prompt plus completion; without a prompt limit, both have the completion's limit."""
     return (config.max_prompt_length or config.max_completion_length) + config.max_completion_length
+
+
+def prompt_encoder(trained: TrainedModel, longest: int, config: GRPOConfig) -> PromptEncoder:
+    """Return the encoder of rows to prompts of at most `longest` tokens, which reads images if the model does."""
+    processor = trained.model.loaded.processor
+    settings = longest, config.chat_template_kwargs, config.truncate_prompts
+    if processor is None:
+        return PromptEncoder(trained.tokenizer, *settings)
+    from lowmem_grpo.data.images import ImageEncoder, ImageReader  # imports PIL
+
+    return ImageEncoder(ImageReader(processor, store_of(trained.policy.base)), *settings)
 
 
 def lengths(config: GRPOConfig, context: int) -> tuple[int, int]:

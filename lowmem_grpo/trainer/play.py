@@ -58,6 +58,7 @@ class EpisodeSetup:
         self.factories = None if environment_factory is None else Factories(environment_factory)
         self.rollout_func = rollout_func
         self.specs: EnvSpecs | None = None
+        self.images = False  # whether rows may have images
         if rollout_func is not None and not takes_two(rollout_func):
             raise TypeError(f"rollout_func is {short(rollout_func)}; it must be a function of (prompts, trainer), as "
                             "in TRL 1.16, and not async: asyncio.run may run what is, inside of it")
@@ -96,7 +97,7 @@ class EpisodeSetup:
     def rows(self, dataset: Any) -> Any:
         """Return the training rows; without a dataset, seeds from which an environment makes its tasks."""
         if self.factories is None:
-            return rows_of(dataset)
+            return rows_of(dataset, images=self.images)
         if dataset is not None:
             return with_prompts(rows_of(dataset))
         if self.factories.several:

@@ -20,8 +20,8 @@ from lowmem_grpo.memory.families import TEXT_NAMES, WHOLE_KINDS, check_images
 from lowmem_grpo.models.export.formats import ExportSettings, export
 from lowmem_grpo.models.policy import Policy
 
-QWEN_VL = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "hidden_size": 64,
-           "vision_config": {"depth": 2, "hidden_size": 32}}
+LLAVA = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "hidden_size": 64,
+         "vision_config": {"depth": 2, "hidden_size": 32}}
 each_kind = pytest.mark.parametrize("kind", COMPOSITES)
 
 
@@ -122,9 +122,15 @@ def test_a_text_tensor_that_is_missing_is_named(folders: dict[str, Path], tmp_pa
 def test_a_model_of_images_without_a_text_part_is_refused_by_that_word_before_its_weights_are_looked_for(
     loader: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_VL), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"model of images \(Qwen2_5_VLForConditionalGeneration\), and images are"):
+    (tmp_path / "config.json").write_text(json.dumps(LLAVA), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"model of images \(LlavaForConditionalGeneration\), and images are"):
         loader.from_pretrained(str(tmp_path))
+
+
+def test_a_model_of_images_that_is_loaded_for_text_names_the_loader_that_trains_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAVA | {"model_type": "qwen2_5_vl"}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"with images, load it with FastVisionModel\.from_pretrained; for text"):
+        FastLanguageModel.from_pretrained(str(tmp_path))
 
 
 def test_the_kinds_with_images_that_load_whole_are_those_of_which_transformers_has_a_language_model() -> None:

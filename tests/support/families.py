@@ -66,7 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                   "norm_topk_prob": True},
 }
-TRAINED = [kind for kind, row in FAMILIES.items() if not row.refused]
+TRAINED = [kind for kind, row in FAMILIES.items() if not row.refused and not row.vision]
 GROUPS = [(9, [5, 12, 1, 14]), (6, [13]), (1, [7, 3])]  # (prompt, completions), in tokens
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from lowmem_grpo.data.stream import IMAGES
 from lowmem_grpo.trainer.preflight.subject import Subject, bit_reversed
 from lowmem_grpo.types import Finding
 
@@ -114,8 +115,10 @@ def in_blocks(total: int) -> Iterator[int]:
 
 
 def prompt_of(dataset: Any, index: int) -> Any:
+    """Return a row's prompt; None for a row that cannot be read, or whose pictures tell it from others."""
     try:
-        return dataset[index]["prompt"]
+        row = dataset[index]
+        return None if any(row.get(name) is not None for name in IMAGES) else row["prompt"]
     except Exception:  # noqa: BLE001 - a row may raise anything; `unreadable` reports it
         return None
 

@@ -1,0 +1,98 @@
+"""GRPO on rows with images, from the loader to the adapter that plain transformers and PEFT read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+from vision_models import FAMILIES, saved_vision_model
+
+from lowmem_grpo import FastLanguageModel, FastVisionModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.vision import store_of
+from lowmem_grpo.trainer.preflight.checks import PreflightError
+from lowmem_grpo.types import Rollout, RolloutGroup
+
+ASK = {"type": "text", "text": "Describe it"}
+SIZES = {"red": (56, 84), "blue": (84, 56), "green": (56, 56)}
+ROWS: list[dict[str, Any]] = [
+    *({"prompt": [{"role": "user", "content": [{"type": "image"}, ASK]}], "image": Image.new("RGB", size, colour),
+       "colour": colour} for colour, size in SIZES.items()),
+    {"prompt": [{"role": "user", "content": "Describe it w1 w2"}], "image": None, "colour": "none"},
+]
+SETTINGS: dict[str, Any] = {
+    "max_steps": 2, "per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 8,
+    "learning_rate": 1e-2, "disable_tqdm": True, "beta": 0.04, "num_iterations": 2, "save_strategy": "no"}
+
+
+def paid(completions: list[Any], image: list[Any], colour: list[str], **_: Any) -> list[float]:
+    assert [one and one.size for one in image] == [SIZES.get(name) for name in colour]
+    return [float(len(str(completion)) % 7) for completion in completions]
+
+
+def run(folder: Path, model: Any, processor: Any, rows: Any = ROWS, **settings: Any) -> GRPOTrainer:
+    args = GRPOConfig(output_dir=str(folder / "run"), **SETTINGS | settings)
+    trainer = GRPOTrainer(model=model, processing_class=processor, reward_funcs=paid, args=args, train_dataset=rows)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("four_bit", [False, True], ids=["16bit", "4bit"])
+@pytest.mark.every(2)
+def test_a_run_reads_each_image_once_and_its_adapter_is_that_of_plain_peft(
+    family: str, four_bit: bool, tmp_path: Path
+) -> None:
+    folder = saved_vision_model(family, tmp_path / "model")
+    model, processor = FastVisionModel.from_pretrained(str(folder), max_seq_length=256, load_in_4bit=four_bit)
+    model = FastVisionModel.get_peft_model(model, r=4, finetune_vision_layers=False)
+    assert {name.partition(".lora_")[0].split(".layers.")[0] for name, parameter in model.named_parameters()
+            if parameter.requires_grad} == {"base_model.model.model.language_model"}
+    tower = {name: value.clone() for name, value in model.state_dict().items() if ".visual." in name}
+    assert all(value.dtype == torch.float32 for value in tower.values()), "the tower is not quantized"
+    trainer = run(tmp_path, model, processor)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(line.get("sampling/sampling_logp_difference/max", 0) for line in metrics) < 1e-4
+    assert store_of(trainer.policy.base).encoded == 3
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in tower.items())
+    if four_bit:
+        return
+    model.save_pretrained(str(tmp_path / "adapter"))
+    theirs = peft.PeftModel.from_pretrained(
+        AutoModelForImageTextToText.from_pretrained(folder), str(tmp_path / "adapter"))
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image", "image": ROWS[0]["image"]}, ASK]}], tokenize=True,
+        return_dict=True, add_generation_prompt=True)
+    prompt = trainer.source.encoder.encode(ROWS[0])
+    (batch,) = pack([RolloutGroup({}, prompt.ids, [Rollout([token], [0.0], "stop") for token in (9, 300)])])
+    with torch.no_grad():
+        logits = theirs(**inputs).logits[0, -1]
+        with theirs.disable_adapter():
+            assert (theirs(**inputs).logits[0, -1] - logits).abs().max() > 1e-3
+        ours, _ = trainer.policy.logprobs(batch, 1.0)
+    torch.testing.assert_close(ours, logits.log_softmax(-1)[batch.targets[batch.trained]], rtol=0, atol=1e-5)
+
+
+def test_a_row_without_its_picture_is_named_before_the_run(tmp_path: Path) -> None:
+    folder = saved_vision_model("Qwen2_5_VL", tmp_path / "model")
+    model, processor = FastVisionModel.from_pretrained(str(folder), max_seq_length=256, load_in_4bit=False)
+    model = FastVisionModel.get_peft_model(model, r=4)
+    rows = [row | {"image": None} for row in ROWS[:3]]
+    with pytest.raises(PreflightError, match=r"no row .* can be used: the prompt has 1 places of images, and the row"):
+        run(tmp_path, model, processor, rows)
+
+
+def test_the_tower_is_not_trained_and_a_model_of_text_takes_no_bounds_of_images(tmp_path: Path) -> None:
+    folder = str(saved_vision_model("Qwen2_5_VL", tmp_path / "model"))
+    model, processor = FastVisionModel.from_pretrained(folder, max_seq_length=256, load_in_4bit=False,
+                                                       min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 6)
+    with pytest.raises(ValueError, match=r"finetune_vision_layers=True: the tower .* stays frozen"):
+        FastVisionModel.get_peft_model(model, r=4, finetune_vision_layers=True)
+    grid = processor.image_processor(images=[Image.new("RGB", (280, 280))], return_tensors="pt")["image_grid_thw"]
+    assert grid.prod() // 4 <= 6
+    with pytest.raises(ValueError, match="min_pixels and max_pixels bound images, and this model reads text"):
+        FastLanguageModel.from_pretrained("tiny", max_seq_length=64, min_pixels=4)
