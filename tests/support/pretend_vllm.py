@@ -30,30 +30,39 @@ class Card:
 
 
 @dataclass
+class Segment:
+    """The pool's record of a part."""
+
+    handle: list[int]
+    is_asleep: bool = False
+
+
+@dataclass
 class Pool:
-    """vLLM's pool; `kind` is "tracks" (0.32), "rolls back" or "neither" (others before it)."""
+    """vLLM's pool; `kind` is "discards" (0.32), and before it "tracks", "rolls back" or "neither"."""
 
     card: Card
     kind: str
     error: bool = False
     parts: list[list[int]] = field(default_factory=list)  # bytes, and whether they are mapped
     resets: int = 0
-    pointer_to_data: dict[int, int] = field(default_factory=dict)  # bytes of a part by its address
+    pointer_to_data: dict[int, "Segment"] = field(default_factory=dict)  # by address
 
     def allocate(self, size: int) -> None:
         """As torch does by the pool; every part is asked for, and an error that was kept stops the first."""
         for number in range(PARTS):
-            self.pointer_to_data[number] = size // PARTS  # before it is mapped, and nothing drops it where that fails
+            part = [size // PARTS, True]
+            self.pointer_to_data[number] = Segment(part)  # before it is mapped; nothing drops it where that fails
             if self.error or self.card.free < size // PARTS:
                 self.error = True
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
-            self.parts.append([size // PARTS, True])
+            self.parts.append(part)
             self.card.pool += size // PARTS
 
     def wake_up(self) -> None:
         woken = []
         for part in self.parts:
-            if self.kind == "tracks" and part[1]:
+            if self.kind in ("discards", "tracks") and part[1]:
                 continue
             if part[1]:  # its handle is overwritten
                 self.card.lost += part[0]
@@ -75,8 +84,27 @@ class Pool:
 
     def sleep(self) -> None:
         for part in self.parts:
-            if self.kind != "tracks" or part[1]:
+            if self.kind not in ("discards", "tracks") or part[1]:
                 self.unmap(part)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "discard" and self.kind == "discards":
+            return self.discards
+        raise AttributeError(name)
+
+    def discards(self, tags: tuple[str, ...]) -> None:
+        assert tags == ("kv_cache", "sampling_weights")
+        for segment in self.pointer_to_data.values():
+            if not segment.is_asleep:
+                self.unmap(segment.handle)
+                segment.is_asleep = True
+
+    def create_and_map(self, part: list[int]) -> None:
+        assert not part[1]
+        if self.card.free < part[0]:
+            raise RuntimeError(WORDS)
+        part[1] = True
+        self.card.pool += part[0]
 
     def release_pools(self) -> None:
         """Free every part, as the pool's end does: a part that sleeps sets the error, and one after that leaks."""
@@ -107,7 +135,7 @@ class FakeLLM:
         self.waiting: list[Any] = []
 
     def enqueue(self, requests: list[Any], settings: list[Any], use_tqdm: bool) -> list[str]:
-        assert not self.sleeping
+        assert not self.sleeping and all(mapped for _, mapped in self.machine.pool.parts)
         self.waiting = [(f"{number}-x", request, params)
                         for number, (request, params) in enumerate(zip(requests, settings, strict=True))]
         return [name for name, *_ in self.waiting]
@@ -136,10 +164,11 @@ class FakeLLM:
     def sleep(self, level: int) -> None:
         if not self.sleeping:
             self.machine.pool.sleep()
+            self.machine.empty_caches(None)
             self.sleeping = True
 
     def wake_up(self) -> None:
-        self.machine.wakes += 1
+        self.machine.empty_caches(None)
         self.machine.pool.wake_up()
         self.sleeping = False
 
@@ -160,7 +189,6 @@ class Machine:
         self.card = Card(total)
         self.pool = Pool(self.card, kind)
         self.made: list[dict[str, Any]] = []
-        self.wakes = 0
         self.before_step: Callable[[], None] = lambda: None
 
     def LLM(self, folder: str, **options: Any) -> FakeLLM:  # noqa: N802 - vLLM's name

@@ -256,7 +256,7 @@ class VLLMEngine:
         if self.llm is not None:
             self.loan.drop_weights()
         if self.sleeps and self.llm is not None and not self.asleep:
-            self.llm.sleep(level=1)
+            process_state.sleep(self.llm)
             self.asleep, self.kv_bytes = True, 0
 
     def stay(self, stays: bool) -> None:
@@ -279,7 +279,7 @@ class VLLMEngine:
             free(self.policy.device)
         vllm_settings.check_room(self.policy.device, size)
         try:
-            self.llm.wake_up()
+            process_state.wake(self.llm)
         except BaseException:
             process_state.unmap(self.llm)
             raise

@@ -10,6 +10,10 @@ then return nothing or leak. So after a shortage we leave the pool either wholly
 the error. If mapping a segment fails, its record remains and looks in use, so we drop such records. `sleep(level=1)`
 copies segments tagged "weights" to the host and drops the rest, so a buffer under our own tag costs no host memory.
 
+vLLM's sleep and waking also give all of torch's cache back to the driver, which the next training phase asks for again.
+So where the pool has `discard` (vLLM 0.32 and 0.33; not run on a card), we unmap and map the KV cache and our buffer
+ourselves, and vLLM is not told. With other names, vLLM's own sleep serves.
+
 torch keeps a cuBLAS workspace per stream. The workspace of a stream on which graphs were recorded lies in the graphs'
 pool and outlives them, and torch then refuses to record another engine's graphs there ("use_count > 0 INTERNAL ASSERT
 FAILED"). So an engine that ends drops the workspaces.
@@ -28,6 +32,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -48,6 +53,7 @@ ALLOCATOR = "vllm.device_allocator.cumem"
 CLEAR = "_cuda_clearCublasWorkspaces"  # in torch._C
 EXTENSION = "vllm.cumem_allocator"  # a C extension, missing in CPU builds
 TAG = "sampling_weights"  # marks segments whose contents sleep may drop
+DISCARDED = ("kv_cache", TAG)  # tags of what training has no use for
 SEGMENT = 32 << 20  # bytes; torch gives 10 MiB or more a separate segment in steps of 2 MiB, so none is shared
 ADVICE = 'Load the model with sampling_weights="4bit", or with enforce_eager=True, which needs no fixed addresses'
 MISSING = ("cumem allocator is not", "Sleep mode is not supported", "CUDA Error: operation not supported",
@@ -147,19 +153,60 @@ def is_pool_missing(error: BaseException) -> bool:
     return any(words in str(error) for words in MISSING)
 
 
+def discarding() -> Any:
+    """Return vLLM's allocator if it can unmap some segments without emptying torch's cache; else None."""
+    try:
+        module = pool()
+        found = module.CuMemAllocator.instance
+        return found if found is None or (callable(found.discard) and callable(module.create_and_map)) else None
+    except (ImportError, AttributeError):
+        say_own_sleep()
+        return None
+
+
+@cache
+def say_own_sleep() -> None:
+    logger.info("vLLM's memory pool has no discard or create_and_map here (0.32 and 0.33 have both): its own sleep "
+                "also gives torch's cache back, and training asks for it again")
+
+
+def sleep(llm: Any) -> None:
+    """Free the KV cache and our buffer; an older vLLM sleeps."""
+    if (allocator := discarding()) is None:
+        llm.sleep(level=1)
+    else:
+        allocator.discard(DISCARDED)
+
+
+def wake(llm: Any) -> None:
+    """Undo `sleep`."""
+    if llm.llm_engine.is_sleeping() or (allocator := discarding()) is None:
+        llm.wake_up()
+        return
+    for segment in allocator.pointer_to_data.values():
+        if segment.is_asleep:
+            pool().create_and_map(segment.handle)
+            segment.is_asleep = False
+
+
 def unmap(llm: Any) -> None:
-    """Unmap the segments that a failed `wake_up` has mapped. `sleep` is called on vLLM's worker, because the executor
+    """Unmap the segments that a failed `wake` has mapped. `sleep` is called on vLLM's worker, because the executor
     takes the engine to be asleep. Older pools stop at the first unmapped segment, which comes after all mapped ones."""
     with suppress(Exception):
-        llm.collective_rpc("sleep", kwargs={"level": 1})
+        if not llm.llm_engine.is_sleeping() and (allocator := discarding()) is not None:
+            allocator.discard(DISCARDED)
+        else:
+            llm.collective_rpc("sleep", kwargs={"level": 1})
 
 
 def wake_if_room(llm: Any) -> bool:
     """Wake an engine that is about to end. If memory has no room, leave it asleep and return False."""
-    if not llm.llm_engine.is_sleeping():
+    allocator = discarding()
+    segments = [] if allocator is None else allocator.pointer_to_data.values()
+    if not llm.llm_engine.is_sleeping() and not any(segment.is_asleep for segment in segments):
         return True
     try:
-        llm.wake_up()
+        wake(llm)
     except Exception as error:  # noqa: BLE001 - the engine has to end in any case
         logger.debug("vLLM's engine ends asleep (%s: %s)", type(error).__name__, error)
         unmap(llm)

@@ -61,7 +61,8 @@ def eight(unit: int) -> EngineSettings:
     return EngineSettings(kv_cache_bytes=8 * unit)
 
 
-@pytest.fixture(params=["tracks", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("rolls back", "neither"))])
+@pytest.fixture(params=["discards", *(pytest.param(kind, marks=pytest.mark.slow)
+                                      for kind in ("tracks", "rolls back", "neither"))])
 def machine(request: pytest.FixtureRequest, unit: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     """A card with room for twenty of the longest sequences, of which nothing is in use at the end."""
     made = Machine(20 * unit, request.param)
@@ -73,7 +74,8 @@ def machine(request: pytest.FixtureRequest, unit: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(vllm_settings, "write_config", lambda *_: None)  # nobody reads it
     monkeypatch.setattr(PROCESS, "engine", None)
     monkeypatch.setattr(PROCESS, "clean", True)
-    for name, owner in ((vllm_pool.ALLOCATOR, SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=made.pool))),
+    for name, owner in ((vllm_pool.ALLOCATOR, SimpleNamespace(CuMemAllocator=SimpleNamespace(instance=made.pool),
+                                                               create_and_map=made.pool.create_and_map)),
                         (vllm_pool.EXTENSION, made.pool)):
         module = ModuleType(name)
         module.__dict__.update({key: getattr(owner, key) for key in dir(owner) if not key.startswith("__")})
@@ -84,7 +86,7 @@ def machine(request: pytest.FixtureRequest, unit: int, monkeypatch: pytest.Monke
     assert (made.card.pool, made.card.lost) == (0, 0)
 
 
-any_pool = pytest.mark.parametrize("machine", ["tracks"], indirect=True)  # of tests to which its kind does not matter
+any_pool = pytest.mark.parametrize("machine", ["discards"], indirect=True)  # of tests to which its kind does not matter
 
 
 @pytest.fixture
@@ -104,16 +106,34 @@ def all_sampled(groups: list[list[Rollout]]) -> bool:
         [[prompt[-1]] * 3] * 2 for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize(("left", "stays"), [(17, True), (16, False)])
+@pytest.mark.parametrize(("machine", "left", "stays"),
+                         [("discards", 17, True), ("discards", 16, False), ("tracks", 17, False)], indirect=["machine"])
 def test_what_torch_has_cached_stays_where_the_cache_has_room_beside_it(
     engine: VLLMEngine, machine: Machine, unit: int, left: int, stays: bool
 ) -> None:
-    """Half a sequence must stay free beside a cache of eight."""
-    engine.sleep()
-    machine.card.cached = machine.card.free - left * unit // 2
-    cached = machine.card.cached
-    engine.wake()
-    assert machine.card.cached == cached * stays and engine.kv_bytes == 8 * unit
+    """Half a sequence must stay free beside a cache of eight. vLLM's own sleep and waking would empty torch's cache."""
+    machine.card.cached = cached = machine.card.free - left * unit // 2 + 8 * unit
+    for _ in range(2):
+        engine.sleep()
+        assert machine.card.pool == 0 and machine.card.cached == cached * (machine.pool.kind == "discards")
+        engine.wake()
+        assert machine.card.cached == cached * stays and engine.kv_bytes == 8 * unit
+        machine.card.cached = cached
+    assert all_sampled(engine.generate(PROMPTS, PARAMS))
+
+
+@any_pool
+def test_a_vllm_whose_pool_has_other_names_sleeps_by_itself_and_says_so_once(
+    engine: VLLMEngine, machine: Machine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_pool.say_own_sleep.cache_clear()
+    monkeypatch.delattr(sys.modules[vllm_pool.ALLOCATOR], "create_and_map")
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            engine.sleep()
+            assert engine.llm.sleeping and machine.card.pool == 0
+            assert all_sampled(engine.generate(PROMPTS, PARAMS)) and not engine.llm.sleeping
+    assert len([one for one in caplog.messages if "has no discard or create_and_map here" in one]) == 1
 
 
 @pytest.mark.parametrize(("trainer", "left", "failures", "seen"),
@@ -212,14 +232,17 @@ def test_each_prompt_is_reported_once_where_a_new_engine_finds_no_room(
     assert (engine.seqs, engine.kv_bytes) == (8, 2 * unit)
 
 
-def test_an_engine_that_fails_to_wake_for_another_reason_is_made_anew(engine: VLLMEngine, machine: Machine) -> None:
+def test_an_engine_that_fails_to_wake_for_another_reason_is_made_anew(
+    engine: VLLMEngine, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.sleep()
     broken = engine.llm
 
-    def invalid() -> None:
+    def invalid(*_: Any) -> None:
         raise RuntimeError("CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:147")
 
     broken.wake_up = invalid
+    monkeypatch.setattr(sys.modules[vllm_pool.ALLOCATOR], "create_and_map", invalid)
     assert all_sampled(engine.generate(PROMPTS, PARAMS))
     assert engine.llm is not broken
     assert engine.bound.failures == 0
@@ -363,7 +386,8 @@ def test_the_names_of_the_pool_are_where_they_are_used() -> None:
     assert allocator().pointer_to_data == {}  # its constructor touches no card
     assert {"get_instance", "use_memory_pool"} <= set(dir(allocator))
     data = importlib.import_module("vllm.device_allocator").AllocationData
-    assert {"handle", "tag"} <= set(data.__dataclass_fields__)
+    assert {"handle", "tag", "is_asleep"} <= set(data.__dataclass_fields__)
+    assert callable(module.create_and_map) and callable(allocator.discard)
     source = Path(str(importlib.import_module(vllm_pool.ALLOCATOR).__file__)).read_text()
     assert f"from {vllm_pool.EXTENSION} import" in source
 
