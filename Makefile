@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 .PHONY: demo test test-long real test-all lint clean gpu gpu-cpu gpu-bundle gpu-dry gpu-dry-pip \
 	bench-launches bench-memory bench-step bench-rollout compile-kernels
 
-# The GPU gate; bench/README.md says how. GATE holds its options, such as GATE="--call 1".
+# The GPU gate; bench/README.md says how. GATE holds its options, such as GATE="--call A".
 GATE ?=
 GPU_TOOLS ?= ../shared/gpu
 BUNDLE := .gpu-bundle

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # offline.sh [OPTIONS OF bench.py]: on a GPU machine without a network that has torch, unpack the bundle beside its
-# packages (SITE, 5 s) and run the gate.
+# packages (SITE, 5 s) and run the gate. The archive gate.tgz of an earlier call, if it is here, is unpacked first.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 bundle=.gpu-bundle site=${SITE:-/tmp/lowmem_grpo_site}
@@ -13,4 +13,5 @@ if [ ! -f "$site/ready" ]; then
     touch "$site/ready"
 fi
 export PYTHONPATH=$site:$PWD${PYTHONPATH:+:$PYTHONPATH} VLLM_USE_FLASHINFER_SAMPLER=0 HF_HUB_OFFLINE=1
-exec "$python" -m bench.gate.bench "$@"
+[ ! -f gate.tgz ] || tar xzf gate.tgz
+exec "$python" -m bench.gate.bench --pack gate.tgz "$@"

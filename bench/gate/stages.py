@@ -1,7 +1,7 @@
 """The stages of the gate and their commands; bench.py holds the order in which they run.
 
-The `least` of a piece is an estimate for an H200, made from the bytes and operations that it needs and the time that
-libraries take to start. It has not been measured yet.
+The `least` of a piece is an estimate for an H200, made from the bytes and operations that it needs, the time that
+libraries take to start, and rows of an H100. Most have not been measured yet.
 """
 
 import re
@@ -61,6 +61,11 @@ class Setup:
     def shape(self) -> str:
         return "full" if self.form == CARD else "tiny"
 
+    def sizes(self, shape: str) -> tuple[str, ...]:
+        """Return the options for a device and for random weights: those of `shape` on a card, else tiny ones."""
+        name = shape if self.form == CARD else self.shape
+        return "--device", self.device, "--shape", name, "--weights", str(self.weights / name)
+
     def rows(self, name: str) -> tuple[str, str]:
         """Return the option for a results file."""
         return "--output", str(self.results / f"{name}.jsonl")
@@ -78,7 +83,7 @@ def environment(setup: Setup) -> list[Piece]:
     """Return the piece that reports what this machine has, what works, and how fast it copies and multiplies."""
     small = ("--small",) if setup.form != CARD else ()
     return [Piece("environment", script("gate.environment", "--device", setup.device, *small,
-                                        *setup.rows("environment")), 180)]
+                                        *setup.rows("environment")), 180, 20)]
 
 
 def tests(setup: Setup) -> list[Piece]:
@@ -166,18 +171,17 @@ def memory(setup: Setup) -> list[Piece]:
 
 def rollout(setup: Setup) -> list[Piece]:
     """Return pieces that compare our engine on the trainer's weights with vLLM: speed, bytes, agreement, sleep."""
-    seconds = {"lowmem_grpo": 130, "vllm_bf16_lora": 90, "vllm_bnb_lora": 110, "lowmem_grpo_eager": 120,
-               "transformers": 300}
+    seconds = {"lowmem_grpo": 150, "vllm_bf16_lora": 120, "vllm_bnb_lora": 120, "lowmem_grpo_eager": 120,
+               "transformers": 300}  # the first one makes the weights
     # from a pretend card, our own engine reads that no row has ended: no piece that samples with it can finish there
     left_out = ("transformers",) if setup.form == PRETEND else ()
     chosen = [name for name in seconds if name not in left_out] if setup.form != CPU else ["lowmem_grpo"]
     return rollouts_of(setup, {name: seconds[name] for name in chosen})
 
 
-def rollouts_of(setup: Setup, seconds: dict[str, int], stage: str = "rollout") -> list[Piece]:
+def rollouts_of(setup: Setup, seconds: dict[str, int], stage: str = "rollout", shape: str = "full") -> list[Piece]:
     """Return pieces for providers of the rollout benchmark; `seconds` is the time that each takes at least."""
-    common = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape), "--run",
-              setup.run, "--rounds", "2" if setup.form != CARD else "3", *setup.rows("rollout"))
+    common = (*setup.sizes(shape), "--run", setup.run, "--rounds", "1", *setup.rows("rollout"))
     needs = ("bitsandbytes", "bf16", "vllm")
     room = (f"card_gib:{40}", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
     return [Piece(f"{stage}/{name}", script("rollout.bench", *common, "--provider", name), least=least,
@@ -206,28 +210,39 @@ def loop(setup: Setup) -> list[Piece]:
     """Return pieces that time a step of the whole loop and its parts, and two ranks that share the card."""
     ranks = script("ranks", "scaling", "--rounds", "1", *setup.rows("ranks_scaling"))
     shared = [] if setup.form == PRETEND else [Piece("loop/ranks", ranks, least=60)]
-    return [loop_piece(setup, "loop", "lowmem_grpo"), *shared]
+    return [loop_piece(setup, "loop", "lowmem_grpo", 175), *shared]
+
+
+def rivals(setup: Setup) -> list[Piece]:
+    """Return pieces for a step of a 3B model, 8 prompts x 8 completions of 202 tokens: ours with vLLM, with our own
+    engine in 16 bits, and peers with micro-batches of 8; then sampling alone."""
+    seconds = {"lowmem_grpo": 60, "trl": 140, "lowmem_grpo_16bit": 50, "trl_nf4": 140, "unsloth": 130}
+    chosen = {CPU: ["lowmem_grpo_16bit"], PRETEND: [name for name in seconds if name != "lowmem_grpo_16bit"]}
+    many = ("--prompts", "8", "--peer-batch", "8", "--steps", "2") if setup.form == CARD else ("--steps", "1")
+    steps = [loop_piece(setup, "rivals", name, seconds[name], "3b", *many) for name in chosen.get(setup.form, seconds)]
+    sampling = {"vllm_bf16_lora": 80, "lowmem_grpo": 50} if setup.form == CARD else {}
+    return [*steps, *rollouts_of(setup, sampling, "rivals/sampling", "3b")]
 
 
 def peers(setup: Setup) -> list[Piece]:
     """Return pieces for the same step by installed peers; those without vLLM, which take minutes a step, come last."""
     chosen = {CPU: ["trl_transformers"], PRETEND: [name for name in PEERS if name != "lowmem_grpo_transformers"]}
-    return [loop_piece(setup, "peers", name) for name in chosen.get(setup.form, PEERS)]  # see `rollout`
+    return [loop_piece(setup, "peers", name, 450 if name.endswith("transformers") else 220)
+            for name in chosen.get(setup.form, PEERS)]  # see `rollout`
 
 
-def loop_piece(setup: Setup, stage: str, provider: str) -> Piece:
-    """Return the piece for one provider's steps of the whole loop."""
-    slow = provider.endswith("transformers")
-    common = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape), "--run",
-              setup.run, "--steps", "1" if slow or setup.form != CARD else "2", *setup.rows("loop"))
+def loop_piece(setup: Setup, stage: str, provider: str, least: int, shape: str = "full", *options: str) -> Piece:
+    """Return the piece for one provider's steps of the whole loop, by default one. The provider stops before the piece
+    is stopped, and leaves the row of the steps that it has made."""
+    common = (*setup.sizes(shape), "--run", setup.run, *(options or ("--steps", "1")), *setup.rows("loop"))
     room = ("card_gib:24", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
-    needs = ("bf16", *(PEERS | OURS)[provider])
-    return Piece(f"{stage}/{provider}", script("loop.bench", *common, "--provider", provider),
-                 least=450 if slow else 170,
-                 needs=(*needs, *room))
+    limit = min(LONGEST, 100 + 2 * least)
+    return Piece(f"{stage}/{provider}", script("loop.bench", *common, "--time-limit", str(limit - 30), "--provider",
+                                               provider),
+                 limit, least, needs=("bf16", *(PEERS | OURS)[provider], *room))
 
 
-OURS = {"lowmem_grpo": ("bitsandbytes", "vllm")}
+OURS = {"lowmem_grpo": ("bitsandbytes", "vllm"), "lowmem_grpo_16bit": ("bitsandbytes",)}
 PEERS = {"trl": ("trl", "vllm"), "trl_nf4": ("trl", "vllm", "bitsandbytes"), "unsloth": ("unsloth",),
          "trl_transformers": ("trl",), "lowmem_grpo_transformers": ("bitsandbytes",)}
 
@@ -246,17 +261,19 @@ def learner(setup: Setup) -> list[Piece]:
 
 def profile(setup: Setup) -> list[Piece]:
     """Return pieces that profile a training step and decoding: kernels, idle gaps, and copies that overlap kernels."""
-    options = ("--device", setup.device, "--shape", setup.shape, "--weights", str(setup.weights / setup.shape))
+    options = setup.sizes("full")
     needs = ("bitsandbytes", "bf16") + (("vllm",) if setup.form != CPU else ())
     def piece(name: str, *parts: str) -> Piece:
         chosen = [word for part in parts for word in ("--part", part)]
         return Piece(f"profile/{name}", script("profiles", *options, *chosen, "--output",
                                                str(setup.out / "profile")), needs=needs)
 
-    return [piece("both")] if setup.form == CPU else [piece(part, part) for part in ("decode", "train")]
+    host = [Piece("profile/host", script("rollout.host", "--engine", "vllm"), needs=("vllm",))]
+    return [piece("both")] if setup.form == CPU else [*(piece(part, part) for part in ("decode", "train")),
+                                                      *(host if setup.form == CARD else [])]
 
 
 STAGES: dict[str, Stage] = {
-    "environment": environment, "kernels": kernels, "memory": memory, "rollout": rollout, "loop": loop,
-    "switches": switches, "profile": profile, "learner": learner, "peers": peers, "tests": tests,
+    "environment": environment, "rivals": rivals, "kernels": kernels, "memory": memory, "rollout": rollout,
+    "loop": loop, "switches": switches, "profile": profile, "learner": learner, "peers": peers, "tests": tests,
 }

@@ -24,7 +24,7 @@ from lowmem_grpo.utils import GIB
 
 KEPT = ("planned", "trained", "config")  # fields of a result that the row copies
 PEAKS = ("allocated_bytes", "used_bytes", "host_bytes")
-PROVIDERS = (OURS, "lowmem_grpo_transformers", "trl", "trl_nf4", "trl_transformers", "unsloth")
+PROVIDERS = (OURS, "lowmem_grpo_transformers", "lowmem_grpo_16bit", "trl", "trl_nf4", "trl_transformers", "unsloth")
 
 
 def run(provider: str, folder: Path, given: dict[str, Any]) -> dict[str, Any]:
@@ -74,8 +74,9 @@ PHASES = ("generate", "switch", "score", "train", "optimizer", "rest")  # in the
 CASE = ("shape", "prompts", "gib", "provider", "device", "gpu", "cpu", "cores", "threads")
 
 
-def beside(peer: str, ours: str = OURS, memory: bool = False) -> Goal:
-    """Return the goal for our figure divided by a peer's: seconds of a step, or the peak in use on the card."""
+def beside(peer: str, ours: str = OURS, memory: bool = False, shape: str = "full") -> Goal:
+    """Return the goal for our figure divided by a peer's: seconds of a step, or the peak in use on the card. The shape
+    3b is for any card."""
     def measure(row: Row) -> float:
         return float(max(row["used_bytes"].values()) if memory else row["seconds"])
 
@@ -83,11 +84,12 @@ def beside(peer: str, ours: str = OURS, memory: bool = False) -> Goal:
         return measure(run[ours]) / measure(run[peer])
 
     demand = "memory in use: at most" if memory else "seconds of a step: below"
-    return Goal(f"loop, full, {ours}", f"{demand} 1 x {peer}", 1.0 if memory else BELOW_ONE, ratio,
-                lambda value, run: f"{value:.3g} x", {"device": "cuda", "shape": "full"})
+    return Goal(f"loop, {shape}, {ours}", f"{demand} 1 x {peer}", 1.0 if memory else BELOW_ONE, ratio,
+                lambda value, run: f"{value:.3g} x", {"device": "cuda", "shape": shape}, any_card=shape == "3b")
 
 
-GOALS = [beside(peer, memory=memory) for peer in PEERS for memory in (False, True)]
+GOALS = [beside(peer, memory=memory, shape=shape) for shape in ("3b", "full") for peer in PEERS
+         for memory in (False, True)]
 GOALS.append(beside("trl_transformers", ours=f"{OURS}_transformers"))  # without vLLM only the time is compared
 
 

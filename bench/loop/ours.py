@@ -42,13 +42,13 @@ class TimedEngine:
         return getattr(self.engine, name)
 
 
-def load(folder: Path, device: str, work: Any, engine: str) -> FastPeftModel:
+def load(folder: Path, device: str, work: Any, engine: str, sampling_weights: str | None = None) -> FastPeftModel:
     """Return the model with LoRA on all linears; the random one in NF4 and with the package's own checkpointing."""
     size, own = work.size, {} if work.checkpointing else {"use_gradient_checkpointing": False}
     room = {"kv_cache_bytes": size.kv_bytes, "max_num_seqs": size.sequences} if size.config else {}
     model, _ = FastLanguageModel.from_pretrained(
         str(folder), max_seq_length=size.context, load_in_4bit=work.four_bit, dtype=work.dtype, fast_inference=engine,
-        device=device, **room,
+        device=device, sampling_weights=sampling_weights, **room,
     )
     return FastLanguageModel.get_peft_model(model, **work.lora, target_modules=TARGETS, random_state=0, **own)
 
@@ -87,10 +87,11 @@ def planned(trainer: GRPOTrainer, gib: float | None) -> dict[str, int]:
             "allocated_bytes": found.train_allocated}
 
 
-def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str, Any]:
+def run(options: Any, watch: PhaseWatch, outputs: str, engine: str,
+        sampling_weights: str | None = None) -> dict[str, Any]:
     """Make all steps; return what is known of them beside the watch's measures."""
     work, args = options.work, settings(options, outputs)
-    model = load(options.folder, options.device, work, engine)
+    model = load(options.folder, options.device, work, engine, sampling_weights)
     rows = work.rows(model.loaded.tokenizer, options.all_steps)
     trainer = GRPOTrainer(model=model, reward_funcs=[work.reward], args=args, train_dataset=rows,
                           engine=TimedEngine(model.engine(), watch))
@@ -102,6 +103,7 @@ def run(options: Any, watch: PhaseWatch, outputs: str, engine: str) -> dict[str,
         trained.append(step(trainer, watch)["completions/trained"])
     found = {"tokens": work.reward.tokens, "trained": trained, "config": {
         "weights": "nf4" if work.four_bit else work.dtype, "engine": trainer.engine.name, "optim": args.optim,
+        "sampling_weights": getattr(inner, "sampling_weights", None),
         "loss_type": args.loss_type, "per_device_train_batch_size": args.per_device_train_batch_size,
         "parity_steps": args.parity_steps, "kv_cache_bytes": trainer.engine.kv_bytes,
         "max_tokens_per_micro_batch": trainer.memory.train.planned, "out_of_memory": trainer.memory.metrics()}}

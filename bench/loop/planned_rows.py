@@ -19,7 +19,8 @@ from lowmem_grpo.memory.time_plan import TimePlan, plan_time
 
 HEAD = """| run | model, engine, layers | sampling | training | rest | step |
 |---|---|---|---|---|---|"""
-OWN = f"{OURS}_transformers"  # the provider with our own engine, which sampled in 4 bits in all rows
+# the providers with our own engine, and the weights with which they sampled in all rows
+OWN = {f"{OURS}_transformers": "4bit", f"{OURS}_16bit": "16bit"}
 PARTS = {"sampling": ("generate",), "training": ("train", "optimizer")}  # a phase: the phases of a row
 
 
@@ -37,15 +38,16 @@ def planned(size: Shape, card: str, engine: str, **settings: Any) -> TimePlan:
 
 def of_loop(row: dict[str, Any], card: str) -> list[str]:
     """Return the cells of a whole step. A row with layer inputs on the host recomputed all layers."""
-    own, again = row["provider"] == OWN, bool(row["planned"]["host_bytes"])
+    own, again = OWN.get(row["provider"]), bool(row["planned"]["host_bytes"])
     time = planned(loop_shape(row["shape"], row["prompts"]), card, "transformers" if own else "vllm",
-                   checkpointing="offload" if again else "auto", sampling_weights="4bit" if own else None)
+                   checkpointing="offload" if again else "auto", sampling_weights=own)
     found = {phase: sum(row["phases"][part] for part in parts) for phase, parts in PARTS.items()}
     wanted = {"sampling": time.generate_seconds or 0.0, "training": time.train_seconds or 0.0}
     found["rest"], wanted["rest"] = (total - sum(each.values()) for total, each in (
         (row["seconds"], found), (time.step_seconds or 0.0, wanted)))
     found["step"], wanted["step"] = row["seconds"], time.step_seconds or 0.0
-    case = f"3B, {'our engine in 4 bits' if own else 'vLLM'}, {'recomputed' if again else 'kept'}"
+    engine = f"our engine in {own[:-3]} bits" if own else "vLLM"
+    case = f"3B, {engine}, {'recomputed' if again else 'kept'}"
     return [row["run"], case, *(seconds(found[phase], wanted[phase]) for phase in found)]
 
 
@@ -66,7 +68,7 @@ def table() -> str:
     for name, compare in (("loop", of_loop), ("rollout", of_rollout)):
         for row in read_rows(RESULTS / f"{name}.jsonl"):
             card = cards.card_of(row.get("gpu") or "")
-            if card is not None and row["provider"] in (OURS, OWN):
+            if card is not None and row["provider"] in (OURS, *OWN):
                 lines.append(compare(row, card))
     return "\n".join([HEAD, *(f"| {' | '.join(cells)} |" for cells in lines)])
 

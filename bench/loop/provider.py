@@ -16,6 +16,7 @@ from bench.loop.phase_watch import PhaseWatch
 RUNNERS = {  # provider -> its module, function and options
     "lowmem_grpo": ("bench.loop.ours", "run", {"engine": "vllm"}),
     "lowmem_grpo_transformers": ("bench.loop.ours", "run", {"engine": "transformers"}),
+    "lowmem_grpo_16bit": ("bench.loop.ours", "run", {"engine": "transformers", "sampling_weights": "16bit"}),
     "trl": ("bench.loop.peers", "run_trl", {"use_vllm": True, "four_bit": False}),
     "trl_nf4": ("bench.loop.peers", "run_trl", {"use_vllm": True, "four_bit": True}),
     "trl_transformers": ("bench.loop.peers", "run_trl", {"use_vllm": False, "four_bit": False}),

@@ -107,7 +107,7 @@ def rollout_table(rows: list[dict[str, Any]]) -> list[str]:
 @options.DEVICE
 @options.SHAPE
 @click.option("--provider", "names", multiple=True, type=click.Choice(PROVIDERS), help="By default all.")
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=2), help="Timed calls of each.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Timed calls of each.")
 @options.THREADS
 @options.WEIGHTS
 @options.RUN

@@ -29,7 +29,7 @@ from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.memory.cards import GRAPH_PLACES
 
 SHORT, LONG = 8, 40  # tokens per row; both are multiples of the steps between two looks at the rows
-ROUNDS, GENERATIONS, DRAWN = 20, 8, 16
+ROUNDS, GENERATIONS, DRAWN = 5, 8, 16
 ENGINES = ("transformers", "vllm")
 
 

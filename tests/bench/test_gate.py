@@ -6,6 +6,7 @@ import os
 import re
 import select
 import subprocess
+import tarfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from bench.common.rows import append_row, read_rows
 from bench.gate import bench, last_page
-from bench.gate.bench import CALLS, DEFAULT, ENGINE, SECONDS_OF_A_CALL, Gate, earlier, ordered
+from bench.gate.bench import CALLS, DEFAULT, ENGINE, SECONDS_OF_A_CALL, Gate, earlier, ordered, times
 from bench.gate.runner import Outcome, attempt, environment, pytest_verdict, why_not
 from bench.gate.stages import CARD, CPU, PRETEND, STAGES, Piece, Setup
 
@@ -191,7 +192,7 @@ def test_without_a_card_an_unknown_stage_or_two_ways_of_asking_the_command_says_
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for options, words in [((), "--dry-run"), (("--stages", "memory,speed"), "no stage speed; choose from environment"),
-                           (("--call", "1", "--stages", "memory"), "leave out --stages, or --call")]:
+                           (("--call", "A", "--stages", "memory"), "leave out --stages, or --call")]:
         done = called(*options)
         assert done.exit_code == 2 and words in " ".join(done.output.split())
 
@@ -210,15 +211,51 @@ def test_numbers_come_before_lists_of_tests_and_the_engine_before_all(form: str)
     assert all(name.startswith("tests/") for name in rest[first_test:]), "numbers behind tests"
 
 
-def test_the_numbers_of_each_of_the_three_calls_fit_into_it() -> None:
-    least = {piece.name: piece.least for piece in pieces()}
-    for call, count in ((1, 5), (2, 4), (3, 3)):
-        numbers = names(CALLS[call])[:count]
-        assert sum(least[name] for name in numbers) + 30 <= SECONDS_OF_A_CALL < 600, numbers
+RIVALS = {"rivals/lowmem_grpo": 80.0, "rivals/trl": 220.0, "rivals/lowmem_grpo_16bit": 270.0, "rivals/trl_nf4": 410.0}
+
+
+@pytest.mark.parametrize(("call", "lacks", "ends"), [  # seconds from the call's begin, with 20 s for the environment
+    ("A", (), RIVALS | {"rivals/unsloth": 540.0}),
+    ("A", ("unsloth",), RIVALS | {"rivals/sampling/vllm_bf16_lora": 490.0, "rivals/sampling/lowmem_grpo": 540.0}),
+    ("B", (), {"rollout/lowmem_grpo": 170.0, "rollout/vllm_bf16_lora": 290.0, "loop/lowmem_grpo": 465.0,
+               "kernels/nf4_linear": 525.0}),
+    ("C", (), {"peers/trl": 240.0, "rollout/vllm_bnb_lora": 360.0, "kernels/linear_logprobs": 420.0,
+               "memory/step-16": 510.0}),
+])
+def test_a_call_measures_rivals_first_and_says_what_does_not_fit_into_it(
+    call: str, lacks: tuple[str, ...], ends: dict[str, float]
+) -> None:
+    assert SECONDS_OF_A_CALL == 560 < 600, "ten minutes, with time to unpack and to bring results back"
+    found = times(ordered(pieces(), ("environment", *CALLS[call])), SECONDS_OF_A_CALL, lacks)
+    begun = {name: end for name, end in found.items() if isinstance(end, float)}
+    assert list({"environment": 20.0} | ends) == list(begun)[: len(ends) + 1]
+    assert ends.items() <= begun.items() and max(begun.values()) <= 560
+    assert not lacks or found["rivals/unsloth"] == "unsloth: not installed"
+    assert call != "A" or lacks or found["rivals/sampling/lowmem_grpo"] == "20 s are left, it takes about 50"
+
+
+def test_a_step_of_a_3b_model_is_compared_with_micro_batches_of_8_that_end_before_they_are_stopped() -> None:
+    for piece in STAGES["rivals"](setup()):
+        words = dict(zip(piece.command[2::2], piece.command[3::2], strict=True))
+        assert (words["--shape"], words["--run"]) == ("3b", "run")
+        if "sampling" not in piece.name:
+            assert (words["--prompts"], words["--peer-batch"], words["--steps"]) == ("8", "8", "2")
+            assert piece.least < float(words["--time-limit"]) < piece.seconds
+
+
+def test_one_archive_takes_rows_logs_and_state_and_neither_weights_nor_what_is_large(tmp_path: Path) -> None:
+    for name, size in (("gate.jsonl", 9), ("logs/a.log", 9), ("results/loop.jsonl", 9), ("weights/full/w.bin", 9),
+                       ("profile/trace.json", bench.LARGEST + 1)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    bench.pack(setup(tmp_path), tmp_path / "gate.tgz")
+    bench.pack(setup(tmp_path), tmp_path / "gate.tgz")
+    with tarfile.open(tmp_path / "gate.tgz") as archive:
+        assert [Path(name).name for name in archive.getnames()] == ["gate.jsonl", "a.log", "loop.jsonl"]
 
 
 @pytest.mark.parametrize(("asked", "meant"), [
-    (["profile", "memory/step", "memory/step-16"], ["profile/decode", "profile/train", "memory/step-16",
+    (["profile", "memory/step", "memory/step-16"], ["profile/decode", "profile/train", "profile/host", "memory/step-16",
                                                     "memory/step-24"]),
     (["rollout/lowmem_grpo"], ["rollout/lowmem_grpo"]), (["tests/smoke vllm"], ["tests/smoke vllm"]),
 ])
