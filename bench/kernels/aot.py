@@ -13,6 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,26 @@ def source(variant: Variant, hints: str) -> ASTSource:
     if missing := [name for name in variant.kernel.arg_names if name not in variant.types | constexprs]:
         raise ValueError(f"the variant gives no type for {', '.join(missing)}")
     signature = {name: "constexpr" if name in constexprs else variant.types[name] for name in variant.kernel.arg_names}
-    attributes = {
-        (parameter.num,): DIVISIBLE for parameter in variant.kernel.params
-        if takes_hint(signature[parameter.name], parameter, hints)
-    }
-    return ASTSource(variant.kernel, signature, constexprs, attributes)
+    parts = [(path, kind, parameter) for parameter in variant.kernel.params
+             for path, kind in parts_of((parameter.num,), signature[parameter.name])]
+    ones = {path: 1 for path, kind, _ in parts if kind == "1"}
+    attributes = {path: DIVISIBLE for path, kind, parameter in parts if takes_hint(kind, parameter, hints)}
+    return ASTSource(variant.kernel, {name: with_ones(kind) for name, kind in signature.items()}, constexprs | ones,
+                     attributes)
+
+
+def parts_of(path: tuple[int, ...], kind: Any) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Yield (path, type) of an argument, or of each part of a nested tuple."""
+    if isinstance(kind, tuple):
+        for number, part in enumerate(kind):
+            yield from parts_of((*path, number), part)
+    else:
+        yield path, kind
+
+
+def with_ones(kind: Any) -> Any:
+    """Return a type as Triton takes it: "1" is a stride of 1, which a launch passes as a constant."""
+    return tuple(map(with_ones, kind)) if isinstance(kind, tuple) else "constexpr" if kind == "1" else kind
 
 
 def takes_hint(kind: str, parameter: Any, hints: str) -> bool:

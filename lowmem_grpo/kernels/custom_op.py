@@ -60,10 +60,11 @@ def raising_versions(function: Callable[..., Any], written: list[int]) -> Callab
 
 
 def on_its_card(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` to run on the card of its first tensor argument; Triton launches on the current card."""
+    """Wrap `function` to run on the card of its first tensor; Triton launches on the current card."""
 
     def run(*arguments: Any) -> Any:
-        index = next(argument for argument in arguments if isinstance(argument, Tensor)).get_device()
+        first = next(argument for argument in arguments if isinstance(argument, (Tensor, list)))
+        index = (first[0] if isinstance(first, list) else first).get_device()
         if index == torch.cuda.current_device():
             return function(*arguments)
         with torch.cuda.device(index):

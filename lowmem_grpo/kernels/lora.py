@@ -17,6 +17,7 @@ from torch import Tensor
 from lowmem_grpo.kernels.custom_op import check_numbers, check_tensors, once_differentiable
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight, check_frozen, frozen_weight
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, held_factors, shared_factors
+from lowmem_grpo.kernels.thin_products import Product, multiply
 
 
 def lora_linear_ref(x: Tensor, weight: Tensor, lora: LoRA | None) -> Tensor:
@@ -87,16 +88,21 @@ def forward_linears(
 
 
 def backward_linears(
-    grads: Sequence[Tensor | None], x: Tensor, weights: Sequence[FrozenWeight], factors: Factors | None, needs_x: bool
+    grads: Sequence[Tensor | None], x: Tensor, weights: Sequence[FrozenWeight], factors: Factors | None, needs_x: bool,
+    waiting: Sequence[Product] = (), after: Sequence[Product] = (),
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return dx (N, in) or None, and [dA, dB of each layer] in float32 or float64; a dy_i may be None. No autograd."""
-    grad_x = back_to_x(grads, weights) if needs_x else None
-    grad_low = None if factors is None else factors.grad_low(grads)
-    if factors is None or grad_low is None:
-        return grad_x, [None] * (2 * len(grads))
-    if grad_x is not None:
+    """Return dx (N, in) or None, and [dA, dB of each layer] in float32 or float64; a dy_i may be None. No autograd.
+    Products of other layers are computed in the same launches: `waiting` first, then `after`."""
+    grad_x, first, then = back_to_x(grads, weights) if needs_x else None, [*waiting], [*after]
+    grad_low = None if factors is None else factors.grad_low(grads, first)
+    gradients: list[Tensor | None] = [None] * (2 * len(grads))
+    if factors is not None and grad_low is not None:
+        gradients = factors.gradients(grads, grad_low, x, first, then)
+    multiply(first)
+    if factors is not None and grad_low is not None and grad_x is not None:
         grad_x.addmm_(grad_low, factors.a)
-    return grad_x, factors.gradients(grads, grad_low, x)
+    multiply(then)
+    return grad_x, gradients
 
 
 def back_to_x(grads: Sequence[Tensor | None], weights: Sequence[FrozenWeight]) -> Tensor | None:

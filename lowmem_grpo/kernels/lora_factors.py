@@ -3,10 +3,10 @@
     low = x A^T (N, sum of r_i)       y_i += scale_i low_i B_i^T
     d_low_i = scale_i dy_i B_i;  dx += d_low A;  dA = d_low^T x;  dB_i = dy_i^T (scale_i low_i)
 
-So several layers share one product with A in the forward pass, and three in the backward pass. Adapters are usually in
-float32 while x is in 16 bits: one launch converts all of them for each pass over the layer, so that they are never
-stale. Where adapters do not change, converted pairs are kept: in sampling (`kept_factors`), and between two optimizer
-steps (`SharedFactors`).
+For all layers on an input, the y_i are one launch (lora_up.py), and low and all d_low, and dA and all dB
+(thin_products.py). Adapters are usually in float32 while x is in 16 bits: one launch converts all of them for each pass
+over the layer, so that they are never stale. Where adapters do not change, converted pairs are kept: in sampling
+(`kept_factors`), and between two optimizer steps (`SharedFactors`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import matmul_fp32
+from lowmem_grpo.kernels.custom_op import accumulator_dtype
+from lowmem_grpo.kernels.lora_up import lora_up
+from lowmem_grpo.kernels.thin_products import Product
 
 
 @dataclass(frozen=True)
@@ -45,44 +47,40 @@ class Factors:
     def add_to(self, outputs: Sequence[Tensor], x: Tensor) -> None:
         """Add LoRA of x (N, in) to the outputs y_i (N, out_i)."""
         low = torch.mm(x, self.a.T, out=x.new_empty(len(x), len(self.a)))  # autocast leaves `out` alone
-        for y, b, columns, scale in zip(outputs, self.b, self.columns, self.scales, strict=True):
-            if b is not None:
-                y.addmm_(low[:, columns], b.T, alpha=scale)
+        lora_up(outputs, outputs, low, self.b, self.scales)
 
-    def scaled_low(self, x: Tensor) -> Tensor:
-        """Return scale_i low_i (N, sum of r_i), rounded once if all scales are equal."""
-        scales = {scale for scale, b in zip(self.scales, self.b, strict=True) if b is not None}
-        if len(scales) == 1:
-            return x.new_empty(x.shape[0], self.a.shape[0]).addmm_(x, self.a.T, beta=0, alpha=scales.pop())
-        low = torch.mm(x, self.a.T, out=x.new_empty(len(x), len(self.a)))
-        for columns, scale in zip(self.columns, self.scales, strict=True):
-            low[:, columns].mul_(scale)
-        return low
-
-    def grad_low(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Return d_low (N, sum of r_i), with zeros for a dy_i that is None; None if no layer with LoRA has a dy_i."""
+    def grad_low(self, grads: Sequence[Tensor | None], waiting: list[Product]) -> Tensor | None:
+        """Return d_low (N, sum of r_i), with zeros for a dy_i that is None, and add its products to `waiting`; None if
+        no layer with LoRA has a dy_i."""
         like = next((grad for grad, b in zip(grads, self.b, strict=True) if grad is not None and b is not None), None)
         if like is None:
             return None
         d_low = like.new_empty(like.shape[0], self.a.shape[0])
         for grad, b, columns, scale in zip(grads, self.b, self.columns, self.scales, strict=True):
-            if b is None:
-                continue
-            if grad is None:
+            if b is not None and grad is not None:
+                waiting.append((d_low[:, columns], grad, b, scale))
+            elif b is not None:
                 d_low[:, columns].zero_()
-            else:
-                d_low[:, columns].addmm_(grad, b, beta=0, alpha=scale)
         return d_low
 
-    def gradients(self, grads: Sequence[Tensor | None], d_low: Tensor, x: Tensor) -> list[Tensor | None]:
-        """Return [dA_i, dB_i of each layer] in float32 (float64 if x is); both None without LoRA or without dy_i."""
-        low, grad_a = self.scaled_low(x), matmul_fp32(d_low.T, x)
+    def gradients(
+        self, grads: Sequence[Tensor | None], d_low: Tensor, x: Tensor, waiting: list[Product], after: list[Product]
+    ) -> list[Tensor | None]:
+        """Return [dA_i, dB_i of each layer] in float32 (float64 if x is); both None without LoRA or without dy_i. Add
+        the product that makes low to `waiting`, and those that make the gradients to `after`."""
+        scales = {scale for scale, b in zip(self.scales, self.b, strict=True) if b is not None}
+        shared = scales.pop() if len(scales) == 1 else None  # of low, which is then rounded once
+        low, kind = x.new_empty(len(x), len(self.a)), accumulator_dtype(x.dtype)
+        waiting.append((low, x, self.a.T, 1.0 if shared is None else shared))
+        grad_a = self.a.new_empty(self.a.shape, dtype=kind)
         gradients: list[Tensor | None] = []
-        for grad, b, columns in zip(grads, self.b, self.columns, strict=True):
+        after.append((grad_a, d_low.T, x, 1.0))
+        for grad, b, columns, scale in zip(grads, self.b, self.columns, self.scales, strict=True):
             if grad is None or b is None:
                 gradients += [None, None]
-            else:
-                gradients += [grad_a[columns], matmul_fp32(grad.T, low[:, columns])]
+                continue
+            gradients += [grad_a[columns], b.new_empty(b.shape, dtype=kind)]
+            after.append((gradients[-1], grad.T, low[:, columns], scale if shared is None else 1.0))
         return gradients
 
 

@@ -24,6 +24,7 @@ from lowmem_grpo.kernels.custom_op import once_differentiable
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight, frozen_weight
 from lowmem_grpo.kernels.glu import APPROXIMATE, activate_ref, glu_backward, glu_forward, halves
 from lowmem_grpo.kernels.lora_factors import Factors, LoRA, held_factors, shared_factors
+from lowmem_grpo.kernels.thin_products import Product, multiply
 
 
 def lora_mlp_ref(
@@ -180,14 +181,18 @@ def gradients(
     of_inner, of_down = factors
     grad_h = lora.back_to_x([grad], [weights.down])
     assert grad_h is not None
-    grad_low = None if of_down is None else of_down.grad_low([grad])
+    first: list[Product] = []
+    then: list[Product] = []
+    down_grads: list[Tensor | None] = [None, None]
+    grad_low = None if of_down is None else of_down.grad_low([grad], first)
+    multiply(first)
     if of_down is not None and grad_low is not None:
         grad_h.addmm_(grad_low, of_down.a)
     glu_backward(grad_h, gate, up, weights.activation)  # gate, up: their gradients now; grad_h: h
-    down_grads: list[Tensor | None] = [None, None]
+    first.clear()
     if of_down is not None and grad_low is not None:
-        down_grads = of_down.gradients([grad], grad_low, grad_h)
-    grad_x, inner_grads = lora.backward_linears(inner, x, weights.inner, of_inner, needs_x)
+        down_grads = of_down.gradients([grad], grad_low, grad_h, first, then)
+    grad_x, inner_grads = lora.backward_linears(inner, x, weights.inner, of_inner, needs_x, first, then)
     return grad_x, [*inner_grads, *down_grads]
 
 

@@ -56,11 +56,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation of a kernel: Triton types of its run-time arguments ("*bf16", "i32", ...) and its settings."""
+    """One compilation of a kernel: Triton types of its run-time arguments ("*bf16", "i32", "1" for a stride of 1, or a
+    tuple of types) and its settings."""
 
     name: str  # the kernel and this variant's settings, unique within a chip and a dtype
     kernel: Any
-    types: dict[str, str]
+    types: dict[str, Any]
     launch: Launch
     constexprs: dict[str, Any] = field(default_factory=dict)  # values that the launch rule does not choose
 

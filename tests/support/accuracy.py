@@ -19,7 +19,7 @@ from lowmem_grpo.kernels.nf4 import NF4Weight
 
 # tests/conftest.py turns the interpreter on where there is no card. It computes bfloat16 wrongly: float32 only.
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles for the card here")
-OPERATIONS = ("glu", "rms_norm", "rope", "packed_to_padded")  # the modules of `in_triton`
+OPERATIONS = ("glu", "rms_norm", "rope", "packed_to_padded", "lora_up", "thin_products")  # the modules of `in_triton`
 # Where a kernel's rounding to 16 bits is seen: float16 in the interpreter, both on a card.
 IN_16_BITS = [pytest.param("cpu", torch.float16, marks=interpreted),
               *(pytest.param("cuda", dtype, marks=gpu) for dtype in HALVES)]
