@@ -6,11 +6,12 @@ A launch is an operation for which a card would run a kernel, as a dispatch mode
 in NF4 and bfloat16 with LoRA and gradient checkpointing, on one micro-batch of two prompts with two completions each.
 Every operation below autograd counts once, those of `lowmem_grpo::` too, except views, sizes and allocations (`FREE`).
 A layer's count is the model's minus that of the same model without its last layer; `launches_kept` is that of a layer
-which keeps all it computes. Adapters are converted once for all layers, before the first micro-batch of a step.
-Gradients of the adapters are new, as in that one; each later one adds one launch per LoRA tensor. Attention's backward
-pass counts as one operation, although a card makes several launches. For a sampled token, the four borrowed linear
-layers of one layer of Qwen2.5-3B's shape run on fake tensors "on a card"; vLLM's own launches beside them in a captured
-graph were read from its source (0.32), not counted: `VLLM_OWN`. Nothing here is a time on a card.
+which keeps all it computes, and `launches_lent` of one whose weights sampling also holds in 16 bits. Adapters are
+converted once for all layers, before the first micro-batch of a step. Their gradients are new, as in that one; each
+later one adds one launch per LoRA tensor. Attention's backward pass counts as one operation, although a card makes
+several launches. For a sampled token, the four borrowed linear layers of one layer of Qwen2.5-3B's shape run on fake
+tensors "on a card"; vLLM's own launches beside them in a captured graph were read from its source (0.32), not counted:
+`VLLM_OWN`. Nothing here is a time on a card.
 """
 
 import json
@@ -38,7 +39,7 @@ from lowmem_grpo.engines.vllm.shared_linear import Product
 from lowmem_grpo.kernels import few_rows
 from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.fp8 import FP8Weight
-from lowmem_grpo.kernels.frozen_weight import FrozenWeight
+from lowmem_grpo.kernels.frozen_weight import WIDE, FrozenWeight, WideWeights
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.kernels.lora_factors import SharedFactors
 from lowmem_grpo.kernels.nf4 import NF4Weight
@@ -86,13 +87,17 @@ def place() -> str:
     return "autograd"
 
 
-def layer_launches(recompute: bool = True) -> dict[str, Counter[tuple[str, str]]]:
-    """Return the launches of one decoder layer: forward, and backward, with or without recompute."""
+def layer_launches(recompute: bool = True, lent: bool = False) -> dict[str, Counter[tuple[str, str]]]:
+    """Return the launches of one decoder layer: forward, and backward, with or without recompute; with `lent`, sampling
+    holds the weights in 16 bits."""
     model, _ = FastLanguageModel.from_pretrained("tiny", dtype=torch.bfloat16, max_seq_length=128)
     model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=recompute).train()
     base = model.get_base_model()
+    held = WideWeights(0)
     with SharedFactors().unchanged():
+        token = WIDE.set(held if lent else None)
         count(model)  # warm-up: what happens only once is not counted
+        WIDE.reset(token)
         whole = count(model)
         base.model.layers = base.model.layers[:-1]
         base.config.num_hidden_layers -= 1
@@ -194,9 +199,9 @@ def main(as_json: bool) -> None:
     """Print the totals; for people, also where the launches of a layer come from."""
     layer = layer_launches()
     forward, backward = (counts.total() for counts in layer.values())
-    kept = sum(counts.total() for counts in layer_launches(recompute=False).values())
+    kept, lent = (sum(counts.total() for counts in layer_launches(False, held).values()) for held in (False, True))
     totals = {"launches_forward": forward, "launches_backward": backward, "launches_layer": forward + backward,
-              "launches_kept": kept,
+              "launches_kept": kept, "launches_lent": lent,
               "launches_decode": sum(breakdown().values()), "host_us_per_op": round(host_microseconds(), 2)}
     lines = [f"{name:<18} {value}" for name, value in totals.items()]
     for phase, counts in layer.items():

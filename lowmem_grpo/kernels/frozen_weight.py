@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import is_not
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -209,7 +209,7 @@ def kept_weight(owner: Any, parts: tuple[Any, ...], make: Callable[[], FrozenWei
 @dataclass(eq=False)
 class WideWeights:
     """A cache of dequantized weights. While the context variable `WIDE` holds one, products with more than `few` rows
-    of x dequantize a weight once and reuse it until `held` is cleared."""
+    of x dequantize a weight once and reuse it until `held` is cleared; until then, all other passes reuse it too."""
 
     few: int
     held: dict[int, tuple[FrozenWeight, Tensor]] = field(default_factory=dict)  # by id
@@ -219,11 +219,28 @@ class WideWeights:
         if key not in self.held:
             wide = like.new_empty(weight.shape)
             weight.fill(wide)
-            self.held[key] = weight, wide  # holding the weight keeps its id from being reused
+            self.held[key] = weight, wide  # holding the weight keeps its id and address from being reused
+            lend(weight, wide)
         return self.held[key][1]
 
 
 WIDE: ContextVar[WideWeights | None] = ContextVar("wide weights", default=None)
+# Dequantized weights that an engine holds to sample with, by address and shape of their codes. While they live, all
+# other passes read them too, forward and backward. No context variable: on a card, autograd has threads of its own
+LENT: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()
+
+
+def lend(weight: FrozenWeight, wide: Tensor) -> None:
+    """Let all passes read the first rows of `wide`, the values of `weight`, which must live as long as `wide`."""
+    LENT[weight.tensors[0].data_ptr(), *weight.shape] = wide
+
+
+def lent(weight: FrozenWeight, like: Tensor) -> Tensor | None:
+    """Return the values in like's dtype if an engine holds them so, else None."""
+    if not LENT or torch.compiler.is_compiling():
+        return None
+    wide = LENT.get((weight.tensors[0].data_ptr(), *weight.shape))
+    return wide[: weight.shape[0]] if wide is not None and wide.dtype == like.dtype else None
 
 
 def wide_weights() -> WideWeights | None:
@@ -278,10 +295,12 @@ def crossings(features: Sequence[int], start: int, stop: int) -> Iterator[tuple[
 
 
 def row_bands(weight: FrozenWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, dequantized rows) in like's dtype, band by band in one buffer, or all rows from `WIDE`."""
+    """Yield (first row, dequantized rows) in like's dtype, band by band in one buffer, or all rows from `WIDE` or
+    `LENT`."""
     wide = wide_weights()
-    if wide is not None and len(like) > wide.few:
-        yield 0, wide.dequantized(weight, like)
+    whole = wide.dequantized(weight, like) if wide is not None and len(like) > wide.few else lent(weight, like)
+    if whole is not None:
+        yield 0, whole
         return
     rows, columns = weight.shape
     step = even_step(rows, columns * like.element_size(), weight.row_unit)
@@ -294,7 +313,12 @@ def row_bands(weight: FrozenWeight, like: Tensor) -> Iterator[tuple[int, Tensor]
 
 
 def column_bands(weight: FrozenWeight, like: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first column, dequantized columns), band by band. If NF4 blocks span rows, one band has all columns."""
+    """Yield (first column, dequantized columns), band by band, or all columns from `LENT`. If NF4 blocks span rows, one
+    band has all columns."""
+    whole = lent(weight, like)
+    if whole is not None:
+        yield 0, whole
+        return
     rows, columns = weight.shape
     step = even_step(columns, rows * like.element_size(), weight.column_unit)
     buffer = like.new_empty(rows * min(step, columns))

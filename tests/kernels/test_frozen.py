@@ -9,7 +9,7 @@ import torch
 from accuracy import ROUNDING, assert_each_as_accurate, in_float64, outcome
 from card import DEVICES
 from fp8_weights import KINDS, by_definition, in_fp8, joined
-from memory import LiveStorage
+from memory import CountedOps, LiveStorage
 from nf4_problem import quantized
 from tables import every_row, pairwise
 from torch import Tensor
@@ -152,3 +152,25 @@ def test_a_weight_of_bitsandbytes_is_taken_as_it_is() -> None:
     weight = NF4Weight.from_bitsandbytes(param)
     assert torch.equal(frozen_linear(x, param), frozen_linear(x, weight))
     assert torch.equal(nf4_dequantize(param), nf4_dequantize(weight))
+
+
+@every_row("kind", [*KINDS, *NF4])
+def test_weights_that_sampling_holds_in_16_bits_serve_all_passes_with_the_same_bits_until_they_are_dropped(
+    kind: str,
+) -> None:
+    weight, x = weight_of((70, 128), kind, torch.bfloat16), random(9, 128, dtype=torch.bfloat16)
+
+    def passed() -> tuple[list[Tensor], list[str]]:
+        with CountedOps() as ops:
+            y = frozen_linear(x, weight)
+            return [y, *torch.autograd.grad(y, x, y.detach())], [name for name in ops.names if "dequantize" in name]
+
+    before, decoded = passed()
+    wide = frozen_weight.WideWeights(0)
+    wide.dequantized(weight, x)
+    held, again = passed()
+    assert decoded and not again and all(map(torch.equal, held, before))
+    with torch.no_grad():
+        frozen_linear(x.float(), weight)  # of another dtype
+    wide.held.clear()
+    assert passed()[1] == decoded and not frozen_weight.LENT

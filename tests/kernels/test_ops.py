@@ -31,6 +31,7 @@ from lowmem_grpo.kernels.packed_to_padded import packed_to_padded, padded_to_pac
 from lowmem_grpo.kernels.rms_norm import rms_norm
 from lowmem_grpo.kernels.rope import rope
 from lowmem_grpo.kernels.routed_experts import routed_experts
+from lowmem_grpo.kernels.thin_products import thin_products
 from lowmem_grpo.kernels.varlen import VarlenSequences
 from lowmem_grpo.models.head_groups import by_head_groups
 from lowmem_grpo.models.packed_attention import parts
@@ -213,6 +214,8 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
     y, low, b = numbers((5, 70), (5, 8), (40, 5), dtype=torch.bfloat16)
     found += [(lora_up_op, (list(torch.empty_like(y).split(30, 1)[:2]), list(y.split(30, 1)[:2]), low,
                             [b[:30], b[:30, :0]], [0.5, 1.0]))]
+    outs = [torch.zeros(5, 40), torch.zeros(70, 5)]
+    found.append((thin_products, (outs, [low[:, :5], y.T], [b.T, low[:, :5]], [0.7, 1.0])))
     return [*found, (spreading.packed_to_padded_op, (packed, BATCH.sources, None, BATCH.max_seqlen)),
             (spreading.packed_to_padded_op, (packed[:1], BATCH.sources, BATCH.places, BATCH.max_seqlen)),
             (spreading.sum_copies, (grads, *TABLES))]

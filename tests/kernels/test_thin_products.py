@@ -16,7 +16,7 @@ from lowmem_grpo.kernels.lora_mlp import lora_mlp, lora_mlp_ref
 from lowmem_grpo.kernels.thin_products import Product, multiply
 
 IN, SIZES = 37, (130, 33, 17)  # odd; more than one tile of outputs
-OTHER_ORDER = 1e-6  # of a sum in float32, relative to the largest value
+OTHER_ORDER = 2 * ROUNDING[torch.float32]  # of a sum and of one of such sums
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -45,7 +45,7 @@ def exact(arguments: dict[str, Any]) -> dict[str, Any]:
 
 @interpreted
 @every_row(("rows", "ranks", "scales"), [
-    (70, [8, 8, 8], [0.7] * 3), (1, [1, None, 5], [2.0] * 3), (33, [64, 5, 8], [0.7, 1.3, 0.7]),
+    (70, [8, 8, 8], [0.7] * 3), (3, [1, None, 5], [2.0] * 3), (33, [64, 5, 8], [0.7, 1.3, 0.7]),
     (150, [None, 1, None], [0.5] * 3),
 ])
 def test_outputs_and_all_gradients_err_no_more_than_the_references(

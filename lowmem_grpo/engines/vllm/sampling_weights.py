@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.engines.vllm.shared_linear import ADVICE, OTHER_ENGINE, BorrowError, Product
+from lowmem_grpo.kernels.frozen_weight import lend
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.memory.layer_forms import BITS_16
 from lowmem_grpo.memory.model_shape import ModelShape
@@ -191,6 +192,7 @@ class SamplingWeights:
                 size, product.few = (product.rows, weight.shape[1]), self.few
                 product.wide = part[: math.prod(size)].view(size)
                 weight.fill(product.wide[: weight.shape[0]])
+                lend(weight, product.wide)
         self.filled = True
         self.take_adapter()
 
