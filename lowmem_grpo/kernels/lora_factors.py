@@ -79,8 +79,9 @@ class Factors:
             if grad is None or b is None:
                 gradients += [None, None]
                 continue
-            gradients += [grad_a[columns], b.new_empty(b.shape, dtype=kind)]
-            after.append((gradients[-1], grad.T, low[:, columns], scale if shared is None else 1.0))
+            grad_b = b.new_empty(b.shape, dtype=kind)
+            gradients += [grad_a[columns], grad_b]
+            after.append((grad_b, grad.T, low[:, columns], scale if shared is None else 1.0))
         return gradients
 
 
