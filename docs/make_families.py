@@ -53,7 +53,7 @@ If the `model_type` of a checkpoint is {kinds}, only its text model is loaded, a
 model contains only the text model.
 
 A multimodal checkpoint with any other `model_type` loads with all its parts if transformers has a causal language model
-for it, and is refused otherwise. Images in the data are refused.
+for it, and is refused otherwise. Qwen2.5-VL and Qwen3-VL are [trained with images](images.md).
 """
 REFUSED = """
 ## Refused by name

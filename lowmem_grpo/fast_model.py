@@ -31,6 +31,7 @@ from lowmem_grpo.models.lora_targets import check_config, check_targets
 from lowmem_grpo.models.policy import Policy, end_ids, evaluating
 from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, tokenizer_beside
 from lowmem_grpo.models.quantized_linear import form_of, linears_in_4bit
+from lowmem_grpo.models.vision import store_of
 from lowmem_grpo.runs.adapter_file import PREFIX, check_for, layers_of, read_adapter, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.files import explained, write_card
@@ -73,17 +74,19 @@ class FastGeneration(Saving):
         """Sample completions; results have vLLM's structure: `out[0].outputs[0].text`.
 
         `prompts` is a string (already rendered), a list of chat messages, a list of token ids, a tokenizer's output,
-        vLLM's own dictionary of a prompt, or a list of any of these. `sampling_params` is our SamplingParams or
-        vLLM's, or a list with one for each prompt. With `SamplingParams(logprobs=5)` each completion has
-        vLLM's `logprobs`. As in vLLM, `lora_request=None` samples from the base model: pass `model.load_lora(folder)`
-        for a saved adapter, or `model.current_lora()` for the adapter that is being trained. No progress bar is shown,
-        because `use_tqdm` is ignored.
+        vLLM's own dictionary of a prompt, or a list of any of these. A model of images reads those in the parts of
+        messages, or in `multi_modal_data` of the dictionary. `sampling_params` is our SamplingParams or vLLM's, or a
+        list with one for each prompt. With `SamplingParams(logprobs=5)` each completion has vLLM's `logprobs`. As in
+        vLLM, `lora_request=None` samples from the base model: pass `model.load_lora(folder)` for a saved adapter, or
+        `model.current_lora()` for the adapter that is being trained. No progress bar is shown, because `use_tqdm` is
+        ignored.
         """
         if others:
             raise TypeError(f"fast_generate got {', '.join(others)}; it takes prompts, sampling_params "
                             "and lora_request, as vLLM does. For transformers' arguments (input_ids, max_new_tokens, "
                             "streamer) call model.generate(...)")
-        pairs = encoded(self.loaded.tokenizer, prompts, self.inner.config.get_text_config().vocab_size)
+        pairs = encoded(self.loaded.tokenizer, prompts, self.inner.config.get_text_config().vocab_size,
+                        self.image_reader())
         calls = calls_of(pairs, sampling_params, self.loaded.max_seq_length)
         engine, request = self.engine(), as_request(lora_request)
         policy = Policy(self.inner)
@@ -102,9 +105,17 @@ class FastGeneration(Saving):
         from lowmem_grpo.engines.text_stream import AnswersInOrder
 
         tokenizer = self.loaded.tokenizer
-        ((_, ids),) = encoded(tokenizer, prompt, self.inner.config.get_text_config().vocab_size)
+        ((_, ids),) = encoded(tokenizer, prompt, self.inner.config.get_text_config().vocab_size, self.image_reader())
         with adapter_for(self.inner, as_request(lora_request)):
             converse(self.engine(), AnswersInOrder(ids, params, tokenizer, say), replace(params, n=1), tokenizer)
+
+    def image_reader(self) -> Any:
+        """Return a reader of images for this model's prompts; None for a model of text."""
+        if self.loaded.processor is None:
+            return None
+        from lowmem_grpo.data.images import ImageReader  # imports PIL
+
+        return ImageReader(self.loaded.processor, store_of(Policy(self.inner).base))
 
     @property
     def inner(self) -> Any:

@@ -132,7 +132,7 @@ class FastLanguageModel:
         path = find(model_name, **where)
         model_name = path if place.exists() and Path(path) == place.absolute() else model_name
         check_stored(path, model_name, dtype, max_seq_length, cls.vision)
-        from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine
+        from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine, for_images
         from lowmem_grpo.engines.cuda_graphs import check_graphs
         from lowmem_grpo.engines.vllm.settings import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
@@ -149,6 +149,8 @@ class FastLanguageModel:
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
         check_cache_dtype(settings, keeper.choice, device)
         stored = Pretrained(model_name, path, where, cls.vision)
+        if cls.vision and reads_images(stored.config()):
+            keeper.choice, nobody_chose = for_images(fast_inference), False
         if enforce_eager is False:
             with stored.naming_the_model():
                 check_graphs(enforce_eager, keeper.choice.name, device, stored.config(), offload_embedding)

@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from lowmem_grpo.data.prompt_inputs import half_pair, is_message, text_ids
+from lowmem_grpo.data.prompt_inputs import chat_text, half_pair, is_message, text_ids
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, is_chat, no_chat, odd_role
 from lowmem_grpo.models.vision import ImageStore, PatchedImage
 from lowmem_grpo.types import ImageToken
@@ -131,6 +131,37 @@ class ImageReader:
             except ImageError as error:
                 raise ImageError(f"image {number} {error}") from None
         return made
+
+
+    def encoded(self, prompt: Any) -> tuple[str, list[int]] | None:
+        """Return the text and ids of a prompt with images: chat messages with pictures inside of parts, or vLLM's
+        dictionary with `multi_modal_data`; None for any other prompt. ValueError if it cannot be read."""
+        pictures = list[Any]()
+        if isinstance(prompt, Mapping) and (data := prompt.get("multi_modal_data")):
+            if other := sorted(set(data) - {"image"}):
+                raise ValueError(f"multi_modal_data has {other[0]!r}; only image is read")
+            pictures = pictures_of(data)
+            prompt = prompt.get("prompt_token_ids") or prompt.get("prompt")
+        elif not has_parts(prompt):
+            return None
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if why := refused(prompt, self.tokenizer):
+                raise ValueError(why)
+            prompt, pictures = placed(prompt, pictures)
+            prompt = chat_text(self.tokenizer, prompt)
+            ids = self.tokenizer(prompt, add_special_tokens=False).input_ids
+        else:
+            ids = text_ids(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt or [])
+        text = prompt if isinstance(prompt, str) else str(self.tokenizer.decode(ids))
+        return text, self.prompt(ids, pictures)
+
+
+def has_parts(prompt: Any) -> bool:
+    """Return whether a prompt is a chat with an image in it."""
+    return isinstance(prompt, list) and any(
+        is_message(message) and isinstance(message.get("content"), (list, tuple)) and any(
+            isinstance(part, Mapping) and part.get("type") == "image" for part in message["content"])
+        for message in prompt)
 
 
 class ImageEncoder(PromptEncoder):

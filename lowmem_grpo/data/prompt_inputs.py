@@ -24,10 +24,11 @@ HALF = re.compile("[\ud800-\udfff]")  # surrogates without their other half, whi
 IMAGES = "only text is generated here: leave images, video and sound out of the prompt"
 
 
-def encoded(tokenizer: Any, prompts: Any, vocabulary: int) -> list[Encoded]:
+def encoded(tokenizer: Any, prompts: Any, vocabulary: int, images: Any = None) -> list[Encoded]:
     """Return each prompt as text and ids. TypeError for a value that is not a prompt. ValueError for a prompt that is
-    empty, has images, has a message without text, or has ids beyond the model's `vocabulary`."""
-    many = [encode(tokenizer, prompt, vocabulary) for prompt in as_list(prompts)]
+    empty, has a message without text, has ids beyond the model's `vocabulary`, or has images, unless an `ImageReader`
+    reads these."""
+    many = [(images and images.encoded(prompt)) or encode(tokenizer, prompt, vocabulary) for prompt in as_list(prompts)]
     if not many:
         raise ValueError("fast_generate got no prompt, or an empty one")
     return many

@@ -65,6 +65,14 @@ def why_not_here(device: str) -> str | None:
     return f"{name} {number} is built for {'CPUs' if for_cpus else 'cards'} and the model is on {device}"
 
 
+def for_images(fast_inference: bool | str) -> EngineChoice:
+    """Return the choice of our own engine for a model of images; EngineUnavailableError if vLLM must be taken."""
+    why = "vLLM is not given a tower's features here, so our engine samples with images"
+    if fast_inference == VLLM:
+        raise EngineUnavailableError(f"fast_inference='vllm': {why}; take fast_inference=False")
+    return EngineChoice(TRANSFORMERS, why)
+
+
 def faster_engine(device: str) -> str | None:
     """Return advice to use vLLM if it could sample with a model on this card and was tested on it; None otherwise."""
     if not device.startswith("cuda") or old_card(device) or why_not_here(device):

@@ -16,10 +16,10 @@ ALIASES = {  # Unsloth's name: ours
     ),
 }
 TEXT = "Only text is trained here: "
-IMAGES = "Images are not supported, only text is trained here: "
+IMAGES = "Images are trained with GRPO here (docs/images.md), not with SFT: "
 REFUSED = {name: advice for names, advice in {
-    "UnslothVisionDataCollator": IMAGES + "leave the collator out, and drop the images from the dataset.",
-    "process_vision_info": IMAGES + "render messages of text with tokenizer.apply_chat_template.",
+    "UnslothVisionDataCollator": IMAGES + "leave the collator out, and pass rows with images to GRPOTrainer.",
+    "process_vision_info": IMAGES + "GRPOTrainer and fast_generate read the pictures of messages themselves.",
     "FastSentenceTransformer": TEXT + "sentence embeddings are not; use the library sentence-transformers.",
     "FastDiffusionModel": TEXT + "images are not; use the library diffusers.",
     "SyntheticDataKit": "No data is made here; use Meta's synthetic-data-kit itself, and load what it wrote.",

@@ -22,10 +22,12 @@ class VisionProcessor:
         self.tokenizer, self.image_processor = tokenizer, image_processor
         self.image_token, self.image_token_id = IMAGE, tokenizer.convert_tokens_to_ids(IMAGE)
 
-    def __call__(self, text: str | Sequence[str] | None = None, images: Any = None, return_tensors: str | None = None,
+    def __call__(self, images: Any = None, text: str | Sequence[str] | None = None, return_tensors: str | None = None,
                  **options: Any) -> BatchFeature:
         """Return input_ids, attention_mask and mm_token_type_ids of the texts, with each image's place widened to its
         features, and pixel_values and image_grid_thw of the images."""
+        if (first := flat(images)) and isinstance(first[0], str):
+            images, text = text, images  # in the other order
         if text is None:
             raise ValueError(NEEDS_TEXT)
         texts, seen = [text] if isinstance(text, str) else list(text), {}
@@ -53,7 +55,7 @@ class VisionProcessor:
         talks = [conversation] if isinstance(conversation[0], dict) else conversation
         inside = [part["image"] for talk in talks for message in talk if isinstance(message.get("content"), list)
                   for part in message["content"] if part.get("type") == "image" and part.get("image") is not None]
-        made = self(text, images if images is not None else inside or None, return_tensors=return_tensors or "pt",
+        made = self(images if images is not None else inside or None, text, return_tensors=return_tensors or "pt",
                     add_special_tokens=False)
         return made if return_dict else made["input_ids"]
 

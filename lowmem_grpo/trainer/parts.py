@@ -24,7 +24,6 @@ from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks
 from lowmem_grpo.models.card_check import mixed_dtype
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.vision import store_of
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.runs.alarms import Alarms
@@ -182,13 +181,12 @@ def tokens_of_row(config: GRPOConfig) -> int:
 
 def prompt_encoder(trained: TrainedModel, longest: int, config: GRPOConfig) -> PromptEncoder:
     """Return the encoder of rows to prompts of at most `longest` tokens, which reads images if the model does."""
-    processor = trained.model.loaded.processor
-    settings = longest, config.chat_template_kwargs, config.truncate_prompts
-    if processor is None:
+    images, settings = trained.model.image_reader(), (longest, config.chat_template_kwargs, config.truncate_prompts)
+    if images is None:
         return PromptEncoder(trained.tokenizer, *settings)
-    from lowmem_grpo.data.images import ImageEncoder, ImageReader  # imports PIL
+    from lowmem_grpo.data.images import ImageEncoder  # imports PIL
 
-    return ImageEncoder(ImageReader(processor, store_of(trained.policy.base)), *settings)
+    return ImageEncoder(images, *settings)
 
 
 def lengths(config: GRPOConfig, context: int) -> tuple[int, int]:

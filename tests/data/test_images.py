@@ -177,3 +177,19 @@ def test_a_file_in_the_working_directory_is_read(
         assert isinstance(encoder.encode({"prompt": chat(PLACE, ASK), "image": place}), Prompt)
     (tmp_path / "empty.png").touch()
     assert encoder.encode({"prompt": chat(PLACE, ASK), "image": "empty.png"}) == "image 1 is an empty file"
+
+
+def test_the_processor_takes_text_and_images_in_either_order_and_by_name(processor: Any) -> None:
+    text = processor.apply_chat_template(chat(PLACE, ASK), add_generation_prompt=True)
+    calls = [processor(RED, text, return_tensors="pt"), processor(text, RED, return_tensors="pt"),
+             processor(text=[text], images=[[RED]], return_tensors="pt"), processor(images=RED, text=text,
+                                                                                   return_tensors="pt")]
+    for made in calls:
+        assert made["input_ids"].tolist() == calls[0]["input_ids"].tolist() and made["pixel_values"].shape == (24, 1176)
+    assert set(processor("w1 w2")) == {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"} - {
+        *({"token_type_ids"} - set(processor.tokenizer("w1")))}
+    with pytest.raises(ValueError, match="the text has 1 places of images, and there are 2 images"):
+        processor(images=[RED, BLUE], text=text)
+    with pytest.raises(ValueError, match="the processor takes text, and images"):
+        processor(images=RED)
+    assert processor.eos_token == "<|im_end|>" and processor.decode([WORDS.index("Describe")]) == "Describe"

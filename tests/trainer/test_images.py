@@ -9,9 +9,10 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
-from vision_models import FAMILIES, saved_vision_model
+from vision_models import FAMILIES, IMAGE, VIDEO, saved_vision_model
 
-from lowmem_grpo import FastLanguageModel, FastVisionModel, GRPOConfig, GRPOTrainer
+from lowmem_grpo import FastLanguageModel, FastVisionModel, GRPOConfig, GRPOTrainer, SamplingParams
+from lowmem_grpo.config.loading import EngineUnavailableError
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.vision import store_of
 from lowmem_grpo.trainer.preflight.checks import PreflightError
@@ -75,6 +76,35 @@ def test_a_run_reads_each_image_once_and_its_adapter_is_that_of_plain_peft(
             assert (theirs(**inputs).logits[0, -1] - logits).abs().max() > 1e-3
         ours, _ = trainer.policy.logprobs(batch, 1.0)
     torch.testing.assert_close(ours, logits.log_softmax(-1)[batch.targets[batch.trained]], rtol=0, atol=1e-5)
+
+
+def test_a_prompt_with_an_image_is_sampled_in_unsloths_vllms_and_trls_form(tmp_path: Path) -> None:
+    folder = saved_vision_model("Qwen3VL", tmp_path / "model")
+    model, processor = FastVisionModel.from_pretrained(str(folder), max_seq_length=256, load_in_4bit=False,
+                                                       fast_inference=True)
+    assert model.engine_choice.name == "transformers" and "our engine samples" in model.engine_choice.why
+    with pytest.raises(EngineUnavailableError, match="fast_inference='vllm': vLLM is not given a tower's features"):
+        FastVisionModel.from_pretrained(str(folder), max_seq_length=256, fast_inference="vllm")
+    red, blue = (row["image"] for row in ROWS[:2])
+    messages = [{"role": "user", "content": [{"type": "image"}, ASK]}]
+    text = processor.apply_chat_template(messages, add_generation_prompt=True)
+    inside = [{"role": "user", "content": [{"type": "image", "image": red}, ASK]}]
+    params = SamplingParams(temperature=0, max_tokens=6)
+    forms = [*({"prompt": text, "multi_modal_data": {"image": image}} for image in (red, [red])), inside,
+             {"prompt": text, "multi_modal_data": {"image": blue}}]
+    said = [model.fast_generate(form, params)[0] for form in forms]
+    whole = processor.apply_chat_template(inside, tokenize=True, return_dict=True, add_generation_prompt=True)
+    with torch.no_grad():
+        theirs = AutoModelForImageTextToText.from_pretrained(folder).generate(
+            **whole, do_sample=False, max_new_tokens=6, suppress_tokens=[IMAGE, VIDEO])
+    wanted = theirs[0, whole["input_ids"].shape[1] :].tolist()
+    assert [out.outputs[0].token_ids for out in said[:3]] == [wanted] * 3
+    assert said[3].outputs[0].token_ids != wanted
+    assert model.fast_generate(["Describe it", forms[0]], params)[1].outputs[0].token_ids == wanted
+    with pytest.raises(ValueError, match="has 1 places of images, and the row has 0"):
+        model.fast_generate(messages, params)
+    with pytest.raises(ValueError, match="multi_modal_data has 'video'"):
+        model.fast_generate({"prompt": text, "multi_modal_data": {"video": [red]}}, params)
 
 
 def test_a_row_without_its_picture_is_named_before_the_run(tmp_path: Path) -> None:
