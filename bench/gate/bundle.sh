@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # bundle.sh TOOLS OUT: what a GPU machine without a network lacks, packed into OUT: vLLM with its companions,
-# bitsandbytes and datasets (TOOLS/offline_bundle.py), the peers that are pure Python, and the commit.
+# bitsandbytes and datasets (TOOLS/offline_bundle.py), the peers that are pure Python, and the commit. Unsloth is left
+# out: its wheels (30 MiB) do not fit, and they need an older TRL and datasets, xformers, torchao and diffusers.
 # Fails where OUT and the tracked files together are larger than LIMIT MiB.
 set -euo pipefail
 tools=$1 out=$2

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import timeit
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,6 +104,15 @@ def speeds(device: str, small: bool) -> dict[str, float]:
     return {"tflops": round(2 * side**3 / product / 1e12, 2), "copy_gbps": round(2 * source.nbytes / copy / 1e9, 1)}
 
 
+def launch_us(device: str) -> float:
+    """Return the host's microseconds for a small operation of torch, the least of 20 times 20. The planned times take
+    140 for one of training (`HOST_US_PER_LAUNCH`), on a host where this one was not measured."""
+    import torch
+
+    x = torch.zeros(1, device=device)
+    return round(min(timeit.repeat(lambda: x.add_(1), number=20, repeat=20)) / 20 * 1e6, 2)
+
+
 def environment(device: str, small: bool) -> dict[str, Any]:
     """Return all facts that the last page shows and that pieces need. Optional packages are not imported, because that
     may change other packages."""
@@ -110,7 +120,7 @@ def environment(device: str, small: bool) -> dict[str, Any]:
     works |= {name: tried(probe, limit, device) for name, (probe, limit) in PROBES.items()}
     found: dict[str, Any] = {"device": device, **machine(PACKAGES), "platform": platform.platform(), **card()}
     found |= {"host_gib": round((available_host_bytes() or 0) / GIB, 2), "host_cores": os.cpu_count(),
-              "disk_gib": round(shutil.disk_usage(".").free / GIB, 1), "works": works}
+              "disk_gib": round(shutil.disk_usage(".").free / GIB, 1), "works": works, "launch_us": launch_us(device)}
     try:
         return found | speeds(device, small)
     except RuntimeError as error:  # the card is too small, or broken

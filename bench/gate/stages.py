@@ -83,7 +83,7 @@ def environment(setup: Setup) -> list[Piece]:
     """Return the piece that reports what this machine has, what works, and how fast it copies and multiplies."""
     small = ("--small",) if setup.form != CARD else ()
     return [Piece("environment", script("gate.environment", "--device", setup.device, *small,
-                                        *setup.rows("environment")), 180, 20)]
+                                        *setup.rows("environment")), 180 if setup.form == CARD else LONGEST, 20)]
 
 
 def tests(setup: Setup) -> list[Piece]:
@@ -236,7 +236,7 @@ def loop_piece(setup: Setup, stage: str, provider: str, least: int, shape: str =
     is stopped, and leaves the row of the steps that it has made."""
     common = (*setup.sizes(shape), "--run", setup.run, *(options or ("--steps", "1")), *setup.rows("loop"))
     room = ("card_gib:24", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
-    limit = min(LONGEST, 100 + 2 * least)
+    limit = min(LONGEST, 100 + 2 * least) if setup.form == CARD else LONGEST
     return Piece(f"{stage}/{provider}", script("loop.bench", *common, "--time-limit", str(limit - 30), "--provider",
                                                provider),
                  limit, least, needs=("bf16", *(PEERS | OURS)[provider], *room))
