@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import CONVERSE, ON_GROUP, Conversation, Request, capabilities_of
+from lowmem_grpo.kernels.draw_tokens import draw_tokens
 from lowmem_grpo.types import Rollout
 
 if TYPE_CHECKING:
@@ -125,14 +126,13 @@ def draw(logits: Tensor, params: SamplingParams, uniform: Tensor,
         whole = (logits / (params.temperature or 1.0)).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
         return tokens, logprobs if params.truncates else whole
     if params.temperature == 0:
-        logprobs = logits.log_softmax(-1)
         tokens = logits.argmax(-1)
-    else:
-        logprobs = truncate(logits / params.temperature, params).log_softmax(-1)
-        cdf = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        tokens = torch.searchsorted(cdf, uniform * cdf[:, -1:], right=True).squeeze(-1)
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)
-    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+        return tokens, logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+    if not (params.top_k > 0 or params.top_p < 1 or params.min_p):
+        drawn: tuple[Tensor, Tensor] = draw_tokens(logits, uniform, params.temperature)
+        return drawn
+    drawn = draw_tokens(truncate(logits / params.temperature, params), uniform, 1.0)
+    return drawn
 
 
 def truncate(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -41,7 +41,9 @@ EAGER_LAYER_US = 2500.0  # per layer and pass of the transformers engine without
 # Per decode step, and per row of it, while the card waits for the host. On an H100 vLLM's token of 64 rows waited 1.3
 # ms; that nearly all of it is work per row is an assumption.
 SAMPLER_US = {"vllm": (150.0, 18.0), "transformers": (200.0, 0.0)}
-SAMPLER_PASSES = 30  # over a decode step's float32 logits: softmax, log-probabilities, drawing; on an H100
+# Over a decode step's float32 logits: softmax, log-probabilities, drawing, on an H100; ours (kernels/draw_tokens.py),
+# counted: the head writes them, a graph copies them, one kernel reads them.
+SAMPLER_PASSES = {"vllm": 30, "transformers": 4}
 VLLM_PREFILL_US = 230.0  # per layer and pass of vLLM's prefill on the host; an assumption
 HEAD_FACTOR = 1.17  # time of `linear_logprobs` relative to its products, between the estimates 1.15 and 1.19
 BACKWARD_ATTENTION = 2.5  # relative to its forward pass: five products in place of two (Dao, arXiv 2307.08691)
@@ -175,7 +177,7 @@ class StepTime:
         shape, settings = self.shape, self.settings
         if settings.engine != "vllm" and not self.eager:
             cached = cards.graph_width(ceil(cached))
-        moved = 2 * trained_numbers(shape, settings) + 4 * rows * shape.vocabulary * SAMPLER_PASSES
+        moved = 2 * trained_numbers(shape, settings) + 4 * rows * shape.vocabulary * SAMPLER_PASSES[settings.engine]
         moved += rows * shape.kv_bytes(round(cached), cache_itemsize(settings.kv_cache_dtype))
         card = sum(count * self.product(linear, rows) for count, kind in self.kinds for linear in kind.linears)
         card += self.move(moved) + self.multiply(shape.vocabulary * shape.hidden, rows)

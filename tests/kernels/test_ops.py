@@ -20,6 +20,7 @@ import lowmem_grpo.models
 from lowmem_grpo.kernels import linear_logprobs
 from lowmem_grpo.kernels.custom_op import FirstOrderOnly
 from lowmem_grpo.kernels.delta_rule import delta_rule
+from lowmem_grpo.kernels.draw_tokens import draw_tokens
 from lowmem_grpo.kernels.frozen import frozen_linear
 from lowmem_grpo.kernels.glu import geglu, swiglu
 from lowmem_grpo.kernels.lora import lora_linear
@@ -216,6 +217,7 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
                             [b[:30], b[:30, :0]], [0.5, 1.0]))]
     outs = [torch.zeros(5, 40), torch.zeros(70, 5)]
     found.append((thin_products, (outs, [low[:, :5], y.T], [b.T, low[:, :5]], [0.7, 1.0])))
+    found += [(draw_tokens, (y.float(), torch.rand(5, 1, dtype=torch.float64), 0.7))]
     return [*found, (spreading.packed_to_padded_op, (packed, BATCH.sources, None, BATCH.max_seqlen)),
             (spreading.packed_to_padded_op, (packed[:1], BATCH.sources, BATCH.places, BATCH.max_seqlen)),
             (spreading.sum_copies, (grads, *TABLES))]
