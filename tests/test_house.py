@@ -13,7 +13,7 @@ BUDGET = {
     "files below 60 lines with one importer": 0, "folders at the top": 17, "files at the top": 10,
     "arrows between folders": 135, "arrows between subfolders": 216, "class names that stand twice": 6,
 }
-FILES = {"first rollout()": 49, "second rollout()": 41, "update()": 42, "chat call": 37, "train(groups)": 76}
+FILES = {"first rollout()": 50, "second rollout()": 42, "update()": 42, "chat call": 38, "train(groups)": 76}
 MODULE = '''"""A module."""
 
 from lowmem_grpo.lower.words import Word
