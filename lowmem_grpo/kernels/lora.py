@@ -99,9 +99,8 @@ def backward_linears(
     if factors is not None and grad_low is not None:
         gradients = factors.gradients(grads, grad_low, x, first, then)
     multiply(first)
-    if factors is not None and grad_low is not None and grad_x is not None:
-        grad_x.addmm_(grad_low, factors.a)
-    multiply(then)
+    added = [] if factors is None or grad_low is None or grad_x is None else [(grad_x, grad_low, factors.a, 1.0)]
+    multiply(added + then, len(added))
     return grad_x, gradients
 
 

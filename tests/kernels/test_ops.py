@@ -216,7 +216,7 @@ def calls() -> list[tuple[Any, tuple[Any, ...]]]:
     found += [(lora_up_op, (list(torch.empty_like(y).split(30, 1)[:2]), list(y.split(30, 1)[:2]), low,
                             [b[:30], b[:30, :0]], [0.5, 1.0]))]
     outs = [torch.zeros(5, 40), torch.zeros(70, 5)]
-    found.append((thin_products, (outs, [low[:, :5], y.T], [b.T, low[:, :5]], [0.7, 1.0])))
+    found.append((thin_products, (outs, [low[:, :5], y.T], [b.T, low[:, :5]], [0.7, 1.0], 0)))
     found += [(draw_tokens, (y.float(), torch.rand(5, 1, dtype=torch.float64), 0.7))]
     return [*found, (spreading.packed_to_padded_op, (packed, BATCH.sources, None, BATCH.max_seqlen)),
             (spreading.packed_to_padded_op, (packed[:1], BATCH.sources, BATCH.places, BATCH.max_seqlen)),

@@ -83,10 +83,12 @@ def products(dtype: torch.dtype) -> list[Product]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_products_of_odd_sizes_over_unset_memory_err_no_more_than_torchs_own(dtype: torch.dtype) -> None:
-    ours, given = products(dtype), products(dtype)
-    multiply(ours)
+    ours, given, before = products(dtype), products(dtype), random(70, 5).to(dtype)
+    ours[0][0].copy_(before)  # to which the first product is added
+    multiply(ours, 1)
     for number, (_, left, right, scale) in enumerate(given):
-        plain, exact = (scale * (left.to(kind) @ right.to(kind)) for kind in (dtype, torch.float64))
+        plain, exact = (scale * (left.to(kind) @ right.to(kind)) + (0 if number else before.to(kind))
+                        for kind in (dtype, torch.float64))
         assert_as_accurate(f"product {number}", ours[number][0], plain, exact, ROUNDING[dtype])
 
 
