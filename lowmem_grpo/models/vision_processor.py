@@ -30,6 +30,8 @@ class VisionProcessor:
             images, text = text, images  # in the other order
         if text is None:
             raise ValueError(NEEDS_TEXT)
+        if isinstance(text, list) and text and isinstance(text[0], dict):
+            text = self.apply_chat_template(text, add_generation_prompt=True)
         texts, seen = [text] if isinstance(text, str) else list(text), {}
         given = flat(images)
         if given:

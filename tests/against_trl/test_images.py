@@ -7,10 +7,13 @@ import peft
 import pytest
 import torch
 from parity_runs import our_groups, our_learner
+from PIL import Image
 from trainer_runs import relative
+from transformers import AutoModelForImageTextToText
 from trl_runs import Rollouts, gradients, make_trainer, prepare
 from vision_models import FAMILIES, IMAGE, given, group_of, pictures, prompt_of, saved_vision_model, vision_model
 
+from lowmem_grpo import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from lowmem_grpo.losses.advantages import assign_advantages
 from lowmem_grpo.models.lean_modules import make_lean
 from lowmem_grpo.models.policy import Policy
@@ -64,3 +67,30 @@ def test_a_step_with_images_is_trls(family: str, tmp_path: Path) -> None:
     assert learner.forward_backward(ours)["loss"] == pytest.approx(float(loss), rel=1e-5, abs=1e-6)
     assert relative(gradients(model), gradients(trainer.model)) <= 1e-5
     assert policy.inputs.store.encoded == 3
+
+
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("given_as", ["a name", "a model"])
+@pytest.mark.parametrize("trainer", [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)], ids=["GRPO", "RLOO"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.every(4)
+def test_models_rows_and_settings_of_trls_own_tests_train(
+    family: str, trainer: Any, given_as: str, images: int, tmp_path: Path
+) -> None:
+    folder = saved_vision_model(family, tmp_path / "model")
+    model = str(folder) if given_as == "a name" else AutoModelForImageTextToText.from_pretrained(folder)
+    column = {"image": Image.new("RGB", (60, 40), "red")} if images == 1 else {
+        "images": [Image.new("RGB", (60, 40), colour) for colour in ("red", "blue")]}
+    rows = [{"prompt": [{"role": "user", "content": f"Describe w{number}"}]} | column for number in range(6)]
+    kind, settings = trainer
+    args = settings(str(tmp_path / "run"), learning_rate=0.1, per_device_train_batch_size=2, num_generations=2,
+                    max_completion_length=8, report_to="none", beta=0.1, log_completions=True, log_multimodal=False,
+                    max_steps=2, disable_tqdm=True)
+    made = kind(model=model, reward_funcs=lambda completions, **_: [
+        float(len(completion[0]["content"])) for completion in completions], args=args, train_dataset=rows,
+        peft_config=peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    before = {name: value.clone() for name, value in made.model.named_parameters()}
+    made.train()
+    assert made.state.log_history[-1]["train_loss"] is not None
+    changed = {name for name, value in made.model.named_parameters() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if "lora_" in name} and all("language_model" in name for name in changed)

@@ -181,7 +181,8 @@ def test_a_file_in_the_working_directory_is_read(
 
 def test_the_processor_takes_text_and_images_in_either_order_and_by_name(processor: Any) -> None:
     text = processor.apply_chat_template(chat(PLACE, ASK), add_generation_prompt=True)
-    calls = [processor(RED, text, return_tensors="pt"), processor(text, RED, return_tensors="pt"),
+    calls = [processor(RED, text, return_tensors="pt"), processor(RED, chat(PLACE, ASK), return_tensors="pt"),
+             processor(text, RED, return_tensors="pt"),
              processor(text=[text], images=[[RED]], return_tensors="pt"), processor(images=RED, text=text,
                                                                                    return_tensors="pt")]
     for made in calls:
