@@ -1,5 +1,7 @@
 """Quantized weights in 16 bits while our own engine samples: the same answers, for many rows only, given back."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -7,13 +9,16 @@ import pytest
 from different_ends import CONTEXT, PARAMS, PROMPTS
 from memory import Recorder, failing
 from small_models import shallow
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from vllm_models import differences, ids_of, move_adapter
 
 from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import transformers_engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.engines.vllm.settings import wide_bytes
+from lowmem_grpo.kernels.few_rows import taken_rows
 
 
 @pytest.fixture
@@ -47,6 +52,25 @@ def test_the_sampler_agrees_with_the_trainer_and_sleep_frees_all_that_was_dequan
     engine.sleep()
     assert held_bytes(engine) == 0
     assert ids_of(engine.generate(PROMPTS, PARAMS)) == ids_of(found)
+
+
+@pytest.mark.parametrize("rows", [1, 512])
+def test_one_row_and_512_give_the_same_tokens_on_both_sides_of_the_4_bit_kernels_limit(
+    engine: TransformersEngine, tokenizer: PreTrainedTokenizerBase, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def as_on_a_card(x: Tensor, features: Sequence[int], form: str) -> bool:
+        asked.append(len(x))
+        return len(x) <= taken_rows(90, form)
+
+    greedy = SamplingParams(n=1, temperature=0.0, max_tokens=3, ignore_eos=True)
+    codes = TransformersEngine(engine.policy, tokenizer, CONTEXT)
+    ((expected,),) = codes.generate(PROMPTS[1:2], greedy)
+    monkeypatch.setattr("lowmem_grpo.kernels.nf4.takes_rows", as_on_a_card)
+    (found,) = codes.generate(PROMPTS[1:2], replace(greedy, n=rows))
+    assert rows in asked and len(found) == rows
+    assert all(one.completion_ids == expected.completion_ids for one in found)
 
 
 def test_few_rows_never_read_them(engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch) -> None:

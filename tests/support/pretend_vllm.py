@@ -23,10 +23,11 @@ class Card:
     cached: int = 0  # what torch keeps of what training freed
     pool: int = 0  # what vLLM's pool has mapped
     lost: int = 0  # what nobody can give back any more
+    others: int = 0  # what other programs have
 
     @property
     def free(self) -> int:
-        return self.total - self.trainer - self.cached - self.pool - self.lost
+        return self.total - self.trainer - self.cached - self.pool - self.lost - self.others
 
 
 @dataclass

@@ -167,6 +167,27 @@ def test_a_cache_that_cannot_wake_is_made_smaller_and_the_run_goes_on(
 
 
 @any_pool
+def test_memory_that_another_program_takes_between_steps_makes_the_cache_smaller_and_is_named(
+    engine: VLLMEngine, machine: Machine, unit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    card, memory = machine.card, RunMemory()
+    memory.watch(engine)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (card.free, card.total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: card.trainer + card.cached)
+    monkeypatch.setattr(oom, "peak_memory", lambda device: {})
+    monkeypatch.setattr(oom, "free", machine.empty_caches)
+    monkeypatch.setattr(oom, "UNNOTICED", unit)
+    monkeypatch.setattr(vllm_engine, "catch_oom", lambda work, device: oom.catch_oom(work, torch.device("cuda")))
+    card.trainer = 2 * unit
+    for others, left, failures in ((0, 8, 0), (13 * unit, 4, 1), (13 * unit, 4, 1), (0, 4, 1)):
+        card.others = others
+        assert all_sampled(engine.generate(PROMPTS, PARAMS))
+        assert (engine.kv_bytes, memory.rollout.failures) == (left * unit, failures)
+        engine.sleep()
+    assert "Other programs hold about" in caplog.text and "nvidia-smi lists them" in caplog.text
+
+
+@any_pool
 def test_a_cache_that_stays_while_training_is_freed_once_training_runs_out_of_memory(
     engine: VLLMEngine, machine: Machine, unit: int
 ) -> None:
