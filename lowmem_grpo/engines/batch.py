@@ -259,6 +259,8 @@ class Passes:
         token = WIDE.set(self.wide)
         try:
             with evaluating(self.policy.model), torch.no_grad(), kept_factors(lasting), self.policy.rounding():
+                if self.wide is not None:
+                    self.wide.take_adapters()
                 yield
         finally:
             WIDE.reset(token)

@@ -212,16 +212,36 @@ class WideWeights:
     of x dequantize a weight once and reuse it until `held` is cleared; until then, all other passes reuse it too."""
 
     few: int
-    held: dict[int, tuple[FrozenWeight, Tensor]] = field(default_factory=dict)  # by id
+    held: dict[int, tuple[FrozenWeight, Tensor]] = field(default_factory=dict)  # by id; A may lie below the values
+    below: dict[int, Tensor] = field(default_factory=dict)  # by id, the A that lies there
 
-    def dequantized(self, weight: FrozenWeight, like: Tensor) -> Tensor:
-        key = id(weight)
-        if key not in self.held:
-            wide = like.new_empty(weight.shape)
-            weight.fill(wide)
+    def dequantized(self, weight: FrozenWeight, like: Tensor, rows: int = 0) -> Tensor:
+        """Return the values (out, in); room for `rows` more is below them."""
+        key, size = id(weight), weight.shape[0]
+        if key not in self.held or len(self.held[key][1]) < size + rows:
+            wide = like.new_empty(size + rows, weight.shape[1])
+            weight.fill(wide[:size])
             self.held[key] = weight, wide  # holding the weight keeps its id and address from being reused
+            self.below.pop(key, None)
             lend(weight, wide)
-        return self.held[key][1]
+        return self.held[key][1][:size]
+
+    def with_a(self, weight: FrozenWeight, a: Tensor) -> Tensor:
+        """Return the values with A (R, in) below them, and unused rows, so that rows of a product are aligned. Later
+        changes of A are seen from the next `take_adapters` on."""
+        key, size, rows = id(weight), weight.shape[0], -(-len(a) // 8) * 8
+        self.dequantized(weight, a, rows)
+        wide = self.held[key][1][: size + rows]
+        if self.below.get(key) is not a:
+            wide[size : size + len(a)].copy_(a)
+            self.below[key] = a
+        return wide
+
+    def take_adapters(self) -> None:
+        """Copy each A anew, in one launch: a CUDA graph may read it before any layer runs eagerly."""
+        held = [(*self.held[key], a) for key, a in self.below.items() if key in self.held]
+        if held:
+            torch._foreach_copy_([wide[weight.shape[0] :][: len(a)] for weight, wide, a in held], [a for *_, a in held])
 
 
 WIDE: ContextVar[WideWeights | None] = ContextVar("wide weights", default=None)

@@ -15,8 +15,15 @@ import torch
 from torch import Tensor
 
 from lowmem_grpo.kernels.custom_op import check_numbers, check_tensors, once_differentiable
-from lowmem_grpo.kernels.frozen_weight import FrozenWeight, check_frozen, frozen_weight
-from lowmem_grpo.kernels.lora_factors import Factors, LoRA, held_factors, shared_factors
+from lowmem_grpo.kernels.frozen_weight import (
+    FrozenWeight,
+    PlainWeight,
+    check_frozen,
+    frozen_weight,
+    wide_weights,
+)
+from lowmem_grpo.kernels.lora_factors import Factors, LoRA, held, held_factors, shared_factors
+from lowmem_grpo.kernels.lora_up import ONE_PRODUCT, lora_up
 from lowmem_grpo.kernels.thin_products import Product, multiply
 
 
@@ -77,6 +84,11 @@ def forward_linears(
     x: Tensor, weights: Sequence[FrozenWeight], factors: Factors | None, biases: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
     """Return the outputs (N, out_i) for x (N, in), without autograd; `factors` are in the dtype of x."""
+    wide = wide_weights()
+    if wide is not None and factors is not None and len(weights) == 1 and weights[0].quantized and len(x) > wide.few:
+        whole = wide.with_a(weights[0], factors.a)
+        if len(x) <= ONE_PRODUCT:
+            return by_one_product(x, whole, weights[0].out_features, factors, biases or [])
     outputs: list[Tensor] = []
     for weight in weights:
         count = len(weight.out_features)
@@ -85,6 +97,21 @@ def forward_linears(
     if factors is not None:
         factors.add_to(outputs, x)
     return outputs
+
+
+def by_one_product(
+    x: Tensor, whole: Tensor, features: Sequence[int], factors: Factors, biases: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Return the outputs (N, out_i) of a dequantized weight below which A lies: one product yields x W^T and x A^T."""
+    sizes, bias = [*features, len(whole) - sum(features)], None
+    if any(part is not None for part in biases):
+        parts = zip(sizes, (*biases, None), strict=True)
+        bias = held(("bias", sizes[-1], *map(id, biases)), biases, lambda: torch.cat([
+            x.new_zeros(size) if part is None else part for size, part in parts]))
+    *outputs, low = PlainWeight(whole).project(x, bias).split(sizes, 1)
+    results = [x.new_empty(part.shape) for part in outputs]
+    lora_up(results, outputs, low, factors.b, factors.scales)
+    return results
 
 
 def backward_linears(

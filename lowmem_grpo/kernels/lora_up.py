@@ -16,6 +16,7 @@ from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, capability, read, tl, triton, types_of
 
 MOST = 3  # layers of a launch
+ONE_PRODUCT = 512  # rows up to which y and low come from one product, of which the results are a copy
 FEW = 64  # rows up to which blocks are small, so that a token step has enough of them
 
 

@@ -46,7 +46,10 @@ def test_the_sampler_agrees_with_the_trainer_and_sleep_frees_all_that_was_dequan
 ) -> None:
     codes = TransformersEngine(engine.policy, tokenizer, CONTEXT)
     found = engine.generate(PROMPTS, PARAMS)
-    assert held_bytes(engine) == pytest.approx(wide_bytes(engine.policy), rel=1e-3)
+    # vLLM's buffer has 8 rows for each rank of 4; q, k, v, not joined here, have none, and gate and up share 8
+    config = engine.policy.base.config
+    fewer = 32 * config.hidden_size * config.num_hidden_layers * engine.policy.dtype.itemsize
+    assert held_bytes(engine) == pytest.approx(wide_bytes(engine.policy) - fewer, rel=1e-3)
     assert differences(engine.policy, PROMPTS, found).abs().mean() < 1e-5
     assert ids_of(found) == ids_of(codes.generate(PROMPTS, PARAMS))
     engine.sleep()
@@ -96,6 +99,23 @@ def test_they_stay_with_their_graphs_where_the_engine_does_not_sleep_until_train
     assert held_bytes(engine) == 0 and engine.step.lasting is None
     assert ids_of(engine.generate(PROMPTS, PARAMS)) == ids_of(expected)
     assert recorder.recorded == 2 * first
+
+
+def test_graphs_that_stay_read_the_adapter_as_it_is_now(engine: TransformersEngine) -> None:
+    recorder, engine.sleeps = Recorder(engine), False
+    first = engine.generate(PROMPTS, PARAMS)
+    recorded = recorder.recorded
+    for seed in (3, 4):
+        engine.sleep()
+        move_adapter(engine.policy, 0.1, seed=seed)
+        engine.on_policy_update(1)
+        found = engine.generate(PROMPTS, PARAMS)
+        assert ids_of(found) != ids_of(first) and recorder.recorded == recorded
+        assert differences(engine.policy, PROMPTS, found).abs().mean() < 1e-5
+    with engine.policy.base_model():
+        base = engine.generate(PROMPTS, PARAMS)
+        assert differences(engine.policy, PROMPTS, base).abs().mean() < 1e-5
+    assert ids_of(engine.generate(PROMPTS, PARAMS)) == ids_of(found)
 
 
 def test_weights_in_another_form_leave_no_graph_that_reads_those_of_before(engine: TransformersEngine) -> None:

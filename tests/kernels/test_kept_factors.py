@@ -6,15 +6,28 @@ from typing import Any
 
 import pytest
 import torch
+from memory import CountedOps
+from nf4_problem import quantized
 from tables import every_row
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from lowmem_grpo.kernels.frozen_weight import WIDE, WideWeights
 from lowmem_grpo.kernels.lora import lora_linear
-from lowmem_grpo.kernels.lora_factors import KEPT, LoRA, SharedFactors, held_factors, kept_factors, shared_factors
+from lowmem_grpo.kernels.lora_factors import (
+    KEPT,
+    LoRA,
+    SharedFactors,
+    convert_again,
+    held_factors,
+    kept_factors,
+    shared_factors,
+)
 from lowmem_grpo.kernels.lora_mlp import lora_mlp
+from lowmem_grpo.kernels.lora_up import ONE_PRODUCT
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 
 IN, OUT, INNER, RANK = 24, 40, 56, 4
 DTYPES = [torch.float32, torch.bfloat16]
@@ -115,6 +128,43 @@ def test_pairs_of_other_layers_and_other_scales_have_factors_of_their_own() -> N
         doubled = lora_linear(x, weights, [LoRA(first.a, first.b, 1.4), None, None])
         assert len(kept) == 3
     assert not torch.equal(both[0], turned[0]) and not torch.equal(both[0], doubled[0])
+
+
+# With weights that sampling holds dequantized
+
+
+@pytest.mark.parametrize("rows", [3, ONE_PRODUCT + 1])
+def test_one_product_yields_the_base_and_a_and_one_launch_adds_all_b(rows: int) -> None:
+    weight = NF4Weight.adjacent([quantized(64, 64, torch.float32) for _ in range(3)])
+    loras, generator = [pair(64, 64, 2), None, pair(64, 64, 3)], torch.Generator().manual_seed(5)
+    x, bias = torch.randn(rows, 64, generator=generator), torch.randn(64, generator=generator)
+    wide = WideWeights(2)
+    token = WIDE.set(wide)
+    try:
+        with torch.no_grad(), kept_factors() as kept:
+            for _ in range(2):  # the second time with another adapter at the same place
+                wide.take_adapters()
+                with CountedOps() as counted:
+                    found = lora_linear(x, [weight], loras, [bias, None, None])
+                exact = [one.double() for one in lora_linear_exact(x, weight, loras, bias)]
+                torch.testing.assert_close([one.double() for one in found], exact, rtol=0, atol=2e-4)
+                for lora in loras:
+                    if lora is not None:
+                        lora.a.mul_(-2)
+                convert_again(kept)
+            launches = ["aten::addmm", "lowmem_grpo::lora_up"]
+            assert rows > ONE_PRODUCT or [name for name in counted.names if name in (*launches, "aten::mm", "aten::cat")
+                                          ] == launches
+            assert all(one.is_contiguous() for one in found)
+    finally:
+        WIDE.reset(token)
+
+
+def lora_linear_exact(x: Tensor, weight: NF4Weight, loras: list[LoRA | None], bias: Tensor) -> list[Tensor]:
+    outputs = list((x.double() @ nf4_dequantize(weight).double().T).split(64, 1))
+    outputs[0] = outputs[0] + bias.double()
+    return [y if lora is None else y + lora.scale * (x.double() @ lora.a.double().T) @ lora.b.double().T
+            for y, lora in zip(outputs, loras, strict=True)]
 
 
 # In training

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight, PlainWeight, can_decode, decode
 from lowmem_grpo.kernels.lora import LoRA
-from lowmem_grpo.kernels.lora_up import lora_up
+from lowmem_grpo.kernels.lora_up import ONE_PRODUCT, lora_up
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.kernels.nf4_linear import nf4_linear
 from lowmem_grpo.memory.families import family_of, has_experts
@@ -89,17 +89,17 @@ class Product:
                 return nf4_linear(x, self.weight, self.stack_a, self.stack_b, self.scales[0], self.bias)
             if self.stack_a is not None and can_decode(x, self.weight):
                 return decode(x, self.weight, x @ self.stack_a.T, self.stack_b, self.scales[0], self.bias)
-        y = self.weight.project(x, self.bias) if wide is None else PlainWeight(wide).project(x, self.wide_bias)
-        if self.stack_a is None:
-            return y
         size = self.weight.shape[0]
-        *parts, low = y.split([*self.features, y.shape[1] - size], 1)
-        if wide is None:
-            lora_up(parts, parts, x @ self.stack_a.T, self.factors, self.scales)
+        if wide is not None and self.stack_a is not None and x.shape[0] <= ONE_PRODUCT:
+            *parts, low = PlainWeight(wide).project(x, self.wide_bias).split([*self.features, self.rows - size], 1)
+            y = x.new_empty(len(x), size)
+            lora_up(y.split(self.features, 1), parts, low, self.factors, self.scales)
             return y
-        out = x.new_empty(len(x), size)
-        lora_up(out.split(self.features, 1), parts, low, self.factors, self.scales)
-        return out
+        y = (self.weight if wide is None else PlainWeight(wide[:size])).project(x, self.bias)
+        if self.stack_a is not None:
+            outputs = y.split(self.features, 1)
+            lora_up(outputs, outputs, x @ self.stack_a.T, self.factors, self.scales)
+        return y
 
 
 def rows_of_a(loras: Sequence[LoRA]) -> int:
