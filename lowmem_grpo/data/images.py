@@ -8,6 +8,7 @@ import hashlib
 import io
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 
 from lowmem_grpo.data.prompt_inputs import chat_text, half_pair, is_message, text_ids
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, is_chat, no_chat, odd_role
-from lowmem_grpo.models.vision import ImageStore, PatchedImage
+from lowmem_grpo.models.vision import ImageName, ImageStore, PatchedImage
 from lowmem_grpo.types import ImageToken
 
 COLUMNS = ("image", "images")
@@ -93,6 +94,16 @@ def check(image: Image.Image) -> None:
                          "them to 8 bits")
 
 
+def thumbnail(value: Any) -> bytes:
+    """Return a picture as a JPEG file of at most 96 pixels a side; b"" if it cannot be read any more."""
+    file = io.BytesIO()
+    with suppress(ImageError):
+        image = opened(value)
+        image.thumbnail((96, 96))
+        image.save(file, "JPEG", quality=80)
+    return file.getvalue()
+
+
 class ImageReader:
     """Reads pictures with the image processor of a processor, into the store of a model."""
 
@@ -100,6 +111,7 @@ class ImageReader:
         self.tokenizer, self.images = processor.tokenizer, processor.image_processor
         self.token: int = processor.image_token_id
         self.store = store
+        store.read = self.read
 
     def read(self, value: Any) -> list[ImageToken]:
         """Return the tokens of a picture; ImageError if it cannot be read."""
@@ -113,7 +125,7 @@ class ImageReader:
             t, h, w = made["image_grid_thw"][0].tolist()
             self.store.put(PatchedImage(name, made["pixel_values"], (t, h, w)))
         t, h, w = self.store.get(name).grid
-        return [ImageToken(self.token, name)] * (t * h * w // self.images.merge_size**2)
+        return [ImageToken(self.token, ImageName.of(name, value))] * (t * h * w // self.images.merge_size**2)
 
     def prompt(self, ids: list[int], pictures: list[Any]) -> list[int]:
         """Return a prompt's ids with each place of an image widened to the image's tokens. ImageError if places and
@@ -167,7 +179,7 @@ def has_parts(prompt: Any) -> bool:
 class ImageEncoder(PromptEncoder):
     """Encodes the prompt of a row with or without images."""
 
-    by_text = False
+    by_text, images = False, True
 
     def __init__(self, reader: ImageReader, *settings: Any) -> None:
         super().__init__(reader.tokenizer, *settings)

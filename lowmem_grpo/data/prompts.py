@@ -44,6 +44,7 @@ class PromptEncoder:
     column = "prompt"  # required in the dataset
     source = "`prompt`"  # the user's name for the columns, used in messages
     by_text = True  # whether the prompt's text can tell that a row is usable
+    images = False  # whether rows may have images
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, template_kwargs: dict[str, Any] | None = None,

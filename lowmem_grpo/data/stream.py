@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 CONVERTED = ("numpy", "torch", "pandas", "polars", "arrow", "tensorflow", "jax")  # formats that only change the types
 IMAGES = ("image", "images", "pixel_values")  # columns that TRL trains on
 SPLITS = {"train", "test", "validation", "val", "dev", "eval"}
-WITH_IMAGES = ("GRPOTrainer reads images with a model of FastVisionModel.from_pretrained (docs/images.md). Where the "
-               "text says enough")
+WITH_IMAGES = ("GRPOTrainer reads images with a model of FastVisionModel.from_pretrained, in prompts that are answered "
+               "once: without tools, environment_factory and rollout_func (docs/images.md). Where the text says enough")
 IMAGE_PARTS = ("image", "image_url", "input_image")  # types of message parts
 Row = dict[str, Any]
 

@@ -7,7 +7,7 @@ features has (p, p + row, p + column), where p is its first position, and the te
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -19,7 +19,18 @@ from torch import Tensor, nn
 from lowmem_grpo.types import ImageToken, MicroBatch
 
 HELD_BYTES = 2 << 30  # of features and pictures on the host, beyond those that the current pass needs
-PATCHES = 16384  # patches that the tower computes at once
+
+
+class ImageName(str):
+    """The name of an image by its content, with the user's picture, from which a dropped image is read again."""
+
+    picture: Any
+
+    @classmethod
+    def of(cls, name: str, picture: Any) -> "ImageName":
+        made = cls(name)
+        made.picture = picture
+        return made
 
 
 @dataclass(frozen=True)
@@ -34,11 +45,12 @@ class PatchedImage:
 @dataclass
 class ImageStore:
     """The images of a run by name, with their features once these are known. Those that were used least recently are
-    dropped first; a dropped image that is needed again must be put in again."""
+    dropped first; a dropped image that is needed again is read again, by an `ImageName`."""
 
     pictures: OrderedDict[str, PatchedImage] = field(default_factory=OrderedDict)
     features: dict[str, Tensor] = field(default_factory=dict)  # (1 + levels, n, D) of an image, on the host
     encoded: int = 0  # images that the tower has read
+    read: Callable[[Any], Any] | None = None  # puts in a user's picture
 
     def put(self, picture: PatchedImage) -> None:
         self.pictures.setdefault(picture.name, picture)
@@ -46,8 +58,10 @@ class ImageStore:
         self.trim([picture.name])
 
     def get(self, name: str) -> PatchedImage:
+        if name not in self.pictures and self.read is not None and isinstance(name, ImageName):
+            self.read(name.picture)
         if name not in self.pictures:
-            raise LookupError(f"the image {name} is not held any more; encode its row again")
+            raise LookupError(f"the image {name} is not held any more, and its row has another now; begin a new run")
         self.pictures.move_to_end(name)
         return self.pictures[name]
 
@@ -143,31 +157,26 @@ class ImageInputs:
 
     def features(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the features (1 + levels, n, D) of images, on the host; the tower reads those that are not known."""
-        names = list(dict.fromkeys(names))
-        missing = [self.store.get(name) for name in names if name not in self.store.features]
-        while missing:
-            count = 1
-            while count < len(missing) and sum(len(each.patches) for each in missing[: count + 1]) <= PATCHES:
-                count += 1
-            self.encode(missing[:count])
-            missing = missing[count:]
-        self.store.trim(names)
-        return {name: self.store.features[name] for name in names}
+        made = dict[str, Tensor]()
+        for name in dict.fromkeys(names):
+            if name not in self.store.features:
+                self.encode(self.store.get(name))
+            made[name] = self.store.features[name]
+        self.store.trim(made)
+        return made
 
     @torch.no_grad()
-    def encode(self, pictures: list[PatchedImage]) -> None:
-        """Compute the features of pictures in one pass of the tower."""
+    def encode(self, picture: PatchedImage) -> None:
+        """Compute the features of a picture, alone: in a pass with others they would be rounded otherwise, and a run
+        that is resumed encodes its images in another order."""
         weight = next(self.tower.parameters())
-        patches = torch.cat([each.patches for each in pictures]).to(weight.device, weight.dtype)
-        grid = torch.tensor([each.grid for each in pictures], device=weight.device)
+        patches, grid = picture.patches.to(weight.device, weight.dtype), torch.tensor([picture.grid]).to(weight.device)
         with torch.autocast(weight.device.type, enabled=False):
             out = self.tower(patches, grid_thw=grid)
-        made = torch.stack([out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]).cpu()
-        sizes = [len(each.patches) // self.merge**2 for each in pictures]
-        for picture, own in zip(pictures, made.split(sizes, 1), strict=True):
-            self.store.features[picture.name] = own.clone()
-            self.store.pictures[picture.name] = replace(picture, patches=picture.patches[:0].clone())
-        self.store.encoded += len(pictures)
+        made = torch.stack([out.pooler_output, *(getattr(out, "deepstack_features", None) or [])])
+        self.store.features[picture.name] = made.cpu()
+        self.store.pictures[picture.name] = replace(picture, patches=picture.patches[:0].clone())
+        self.store.encoded += 1
 
     # Inputs
 

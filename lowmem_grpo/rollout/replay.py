@@ -51,17 +51,30 @@ class ReplayBuffer:
         """Return JSON values for `restore`: about 16 characters per token, the texts, and the index of each row."""
         return [pack_group(group) for group in self.entries]
 
-    def restore(self, state: list[dict[str, Any]], dataset: Any, names: Sequence[str], num_generations: int) -> None:
-        """Restore a `state`. Groups of another size or with other reward functions are left out, with a warning."""
+    def restore(self, state: list[dict[str, Any]], dataset: Any, names: Sequence[str], num_generations: int,
+                encoder: Any = None) -> None:
+        """Restore a `state`. Groups of another size, with other reward functions or with other images (`encoder` reads
+        them again) are left out, with a warning."""
         fit = [packed for packed in state if len(packed["rollouts"]) == num_generations
                and all(set(rollout["rewards"]) == set(names) for rollout in packed["rollouts"])]
-        if len(fit) < len(state):
+        groups = [unpack_group(packed, dataset[packed["row"]]) for packed in fit]
+        self.entries = tuple(group for group in groups if has_images_again(group, encoder))
+        if len(self.entries) < len(state):
             logger.warning(
-                "%d of %d groups kept for replay are left out: num_generations or the reward functions have changed",
-                len(state) - len(fit), len(state),
+                "%d of %d groups kept for replay are left out: num_generations, the reward functions or the images "
+                "have changed", len(state) - len(self.entries), len(state),
             )
-        self.entries = tuple(unpack_group(packed, dataset[packed["row"]]) for packed in fit)
         self.offer([])  # the buffer may have become smaller
+
+
+def has_images_again(group: RolloutGroup, encoder: Any) -> bool:
+    """Read the images of a restored group's row again, if it has some; return False if they are others now."""
+    if encoder is None or ImageToken not in map(type, group.prompt_ids):
+        return True
+    prompt = encoder.encode(group.row)
+    if same := not isinstance(prompt, str) and prompt.ids == group.prompt_ids:
+        group.prompt_ids = prompt.ids
+    return same
 
 
 def age_of(group: RolloutGroup, policy_version: int) -> int:

@@ -69,7 +69,7 @@ class GRPOTrainer(TrlApi):
                                    config.score_while_sampling, players.plays, late_columns=rollout_func is not None,
                                    override=self._calculate_rewards if overridden else None)
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
-        players.images = not players.plays and may_read_images(model)
+        players.images = not players.plays and rollout_func is None and may_read_images(model)
         rows = players.rows(train_dataset)
         trained = bring_model(model, config, either(processing_class, tokenizer), peft_config, quantization_config,
                               tokens_of_row(config))
@@ -78,7 +78,7 @@ class GRPOTrainer(TrlApi):
             reward_model.load(trained.policy.device)
         first = first_engine(trained, config, engine)
         longest, context = lengths(config, trained.context)
-        encoder = players.encoder(prompt_encoder(trained, longest, config))
+        encoder = players.encoder(prompt_encoder(trained, longest, config, players.images))
         self.turns, self.player = players.turns, players.player(self, context)
         parts = make_policy_parts(trained, config, prompt_source(config, rows, encoder), first, context, optimizers,
                                   reward_models, objective_class=self.objective_class)

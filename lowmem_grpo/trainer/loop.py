@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.config.launcher import beside_others
+from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.memory.peaks import peak_memory
 from lowmem_grpo.models.routes import say_unrouted
 from lowmem_grpo.rollout.assessment import OF_ALL, check_best_metric, evaluate_sets, evaluation_sets, indexed_rows
@@ -107,7 +108,7 @@ class Trainer:
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
         """Return the rows of one evaluation dataset, as `measure_evaluation` takes them."""
-        return indexed_rows(dataset, parameter, images=self.model.loaded.processor is not None)
+        return indexed_rows(dataset, parameter, images=getattr(self.source, "encoder", PromptEncoder).images)
 
     def measure_evaluation(self, rows: Any) -> dict[str, float]:
         """Return the metrics of one evaluation dataset."""

@@ -244,6 +244,8 @@ def check_overlap(mode: bool | str, policy: Policy, engine: Engine, scorer: Rewa
             own and policy.base.is_gradient_checkpointing,
         "the embedding is on the host and serves one of both at a time (use train_while_sampling=True, or "
         "offload_embedding=False)": own and bool(on_host(policy.base)),
+        "the model reads images, whose features one thread holds (use train_while_sampling=True)":
+            beside and policy.inputs.never is not None,
         "lora_dropout is above 0, and random masks cannot be drawn in two threads": beside and policy.drops,
     }
     if reasons := [why for why, holds in wrong.items() if holds]:

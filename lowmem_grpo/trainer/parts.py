@@ -179,14 +179,15 @@ def tokens_of_row(config: GRPOConfig) -> int:
     return (config.max_prompt_length or config.max_completion_length) + config.max_completion_length
 
 
-def prompt_encoder(trained: TrainedModel, longest: int, config: GRPOConfig) -> PromptEncoder:
-    """Return the encoder of rows to prompts of at most `longest` tokens, which reads images if the model does."""
-    images, settings = trained.model.image_reader(), (longest, config.chat_template_kwargs, config.truncate_prompts)
-    if images is None:
+def prompt_encoder(trained: TrainedModel, longest: int, config: GRPOConfig, images: bool) -> PromptEncoder:
+    """Return the encoder of rows to prompts of at most `longest` tokens. With `images` it reads those of rows, if
+    the model reads images."""
+    reader, settings = trained.model.image_reader(), (longest, config.chat_template_kwargs, config.truncate_prompts)
+    if reader is None or not images:
         return PromptEncoder(trained.tokenizer, *settings)
     from lowmem_grpo.data.images import ImageEncoder  # imports PIL
 
-    return ImageEncoder(images, *settings)
+    return ImageEncoder(reader, *settings)
 
 
 def lengths(config: GRPOConfig, context: int) -> tuple[int, int]:

@@ -205,7 +205,8 @@ class Saver:
         self.memory.restore(saved.get("memory"))  # older checkpoints have none
         self.learner.objective.restore(saved.get("objective", {}))
         kept, generations = saved.get("replay", []), self.config.completions_per_prompt
-        self.replay.restore(kept, self.source.dataset, self.reward_names, generations)
+        self.replay.restore(kept, self.source.dataset, self.reward_names, generations,
+                            getattr(self.source, "encoder", None))
         self.learner.optimizer.zero_grad(set_to_none=True)  # gradients of a failed step
         self.learner.prepared, self.learner.whole = None, True
         self.mark()

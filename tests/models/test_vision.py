@@ -20,6 +20,13 @@ from vision_models import (
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.memory.offload.activations import (
+    ActivationOffload,
+    checkpointed_layers,
+    enable_checkpointing,
+    keep_last,
+)
+from lowmem_grpo.memory.offload.pages import Copies
 from lowmem_grpo.models import vision
 from lowmem_grpo.models.lean_modules import make_lean
 from lowmem_grpo.models.packing import pack
@@ -60,6 +67,19 @@ def test_logprobs_and_every_gradient_of_a_pack_are_those_of_plain_transformers(f
     assert found.keys() == expected.keys() and len(found) == 42
     for name, grad in expected.items():
         assert (found[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("mode", [True, "offload"])
+def test_layers_that_are_computed_again_have_the_same_features_and_gradients(mode: bool | str) -> None:
+    policy = policy_of("Qwen3VL")
+    (batch,) = pack([group_of(prompt, *lengths) for prompt, lengths in GROUPS["other pictures, two and three of them"]])
+    wanted = gradients(policy.model, policy.logprobs(batch, 1.0)[0])
+    enable_checkpointing(policy.base, mode)
+    assert len(checkpointed_layers(policy.base)) == 3, "the tower has no gradient, and is not computed again"
+    keep_last(policy.base, 1)
+    with ActivationOffload(policy.model, Copies() if mode == "offload" else None, min_bytes=1):
+        found = gradients(policy.model, policy.logprobs(batch, 1.0)[0])
+    assert all(torch.equal(found[name], grad) for name, grad in wanted.items()) and policy.inputs.store.encoded == 3
 
 
 @each_family

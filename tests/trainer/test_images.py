@@ -13,10 +13,14 @@ from vision_models import FAMILIES, IMAGE, VIDEO, saved_vision_model
 
 from lowmem_grpo import FastLanguageModel, FastVisionModel, GRPOConfig, GRPOTrainer, SamplingParams
 from lowmem_grpo.config.loading import EngineUnavailableError
+from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.models import vision
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.vision import store_of
+from lowmem_grpo.recipes.guess import Guess
 from lowmem_grpo.trainer.preflight.checks import PreflightError
 from lowmem_grpo.types import Rollout, RolloutGroup
+from tests.attacks.small_run import StopAt, differences
 
 ASK = {"type": "text", "text": "Describe it"}
 SIZES = {"red": (56, 84), "blue": (84, 56), "green": (56, 56)}
@@ -35,11 +39,20 @@ def paid(completions: list[Any], image: list[Any], colour: list[str], **_: Any) 
     return [float(len(str(completion)) % 7) for completion in completions]
 
 
-def run(folder: Path, model: Any, processor: Any, rows: Any = ROWS, **settings: Any) -> GRPOTrainer:
+def run(folder: Path, model: Any, processor: Any, rows: Any = ROWS, resume: bool = False, reward: Any = paid,
+        given: Any = None, **settings: Any) -> GRPOTrainer:
     args = GRPOConfig(output_dir=str(folder / "run"), **SETTINGS | settings)
-    trainer = GRPOTrainer(model=model, processing_class=processor, reward_funcs=paid, args=args, train_dataset=rows)
-    trainer.train()
+    trainer = GRPOTrainer(model=model, processing_class=processor, reward_funcs=reward, args=args, train_dataset=rows,
+                          **given or {})
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
+
+
+def loaded(folder: Path, checkpointing: Any = False, family: str = "Qwen3VL") -> Any:
+    where = folder / family
+    saved = where if where.exists() else saved_vision_model(family, where)
+    model, processor = FastVisionModel.from_pretrained(str(saved), max_seq_length=256, load_in_4bit=False)
+    return FastVisionModel.get_peft_model(model, r=4, use_gradient_checkpointing=checkpointing), processor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,3 +139,80 @@ def test_the_tower_is_not_trained_and_a_model_of_text_takes_no_bounds_of_images(
     assert grid.prod() // 4 <= 6
     with pytest.raises(ValueError, match="min_pixels and max_pixels bound images, and this model reads text"):
         FastLanguageModel.from_pretrained("tiny", max_seq_length=64, min_pixels=4)
+
+
+def paid_at_first(completions: list[Any], trainer_state: Any, **_: Any) -> list[float]:
+    """Without signal from the third step on, so that groups are replayed."""
+    return [float(len(str(completion)) % 7) * (trainer_state.global_step < 2) for completion in completions]
+
+
+STOPPED: dict[str, dict[str, Any]] = {
+    "two iterations, several micro-batches, evaluation": {
+        "num_iterations": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "eval_steps": 1,
+        "eval_strategy": "steps"},
+    "groups of a replay buffer": {"replay_buffer_size": 8, "num_iterations": 1, "dynamic_sampling_rounds": 1},
+    "pools": {"difficulty_pools": True},
+}
+
+
+@pytest.mark.parametrize("settings", STOPPED.values(), ids=STOPPED)
+def test_a_resumed_run_with_images_is_the_undisturbed_one(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"max_steps": 4, "per_device_train_batch_size": 8, "reward": paid_at_first, "save_strategy": "steps",
+                "save_steps": 2, **settings}
+    if "eval_steps" in settings:
+        settings["given"] = {"eval_dataset": ROWS[:2]}
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    run(straight, *loaded(tmp_path), **settings)
+    given = settings.pop("given", {})
+    run(stopped, *loaded(tmp_path), **settings, given={**given, "callbacks": [StopAt(2)]})
+    resumed = run(stopped, *loaded(tmp_path), **settings, resume=True, given=given)
+    assert differences(stopped / "run", straight / "run") == []
+    if "replay_buffer_size" in settings:
+        assert sum(line["sampling/replayed_groups"] for line in resumed.state.log_history[2:4]) > 0
+
+
+def test_images_that_were_dropped_are_read_again_from_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1,
+                                "given": {"eval_dataset": ROWS}}
+    run(tmp_path / "roomy", *loaded(tmp_path), **settings)
+    monkeypatch.setattr(vision, "HELD_BYTES", 1)
+    trainer = run(tmp_path / "tight", *loaded(tmp_path), **settings)
+    assert differences(tmp_path / "tight" / "run", tmp_path / "roomy" / "run") == []
+    assert store_of(trainer.policy.base).encoded > 6
+
+
+def test_a_row_too_long_for_its_images_is_named_with_their_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, *loaded(tmp_path), max_prompt_length=14, truncate_prompts=True, max_steps=1, save_strategy="no")
+    said = next(record.message for record in caplog.records if "will be skipped" in record.message)
+    assert "2 of 4 rows will be skipped: longer than max_prompt_length (14)" in said and "cuts them" not in said
+    assert "the longest has 15 tokens, 6 of them of images" in said and "max_pixels" in said
+
+
+OTHER_PROMPTS: dict[str, dict[str, Any]] = {
+    "tools": {"tools": [len]}, "environment_factory": {"environment_factory": Guess},
+    "rollout_func": {"rollout_func": lambda prompts, trainer: {}},
+}
+
+
+@pytest.mark.parametrize("given", OTHER_PROMPTS.values(), ids=OTHER_PROMPTS)
+def test_images_are_refused_where_more_than_the_rows_makes_prompts(given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has the column 'image'.*answered once: without tools, environment_factory"):
+        run(tmp_path, *loaded(tmp_path), given=given)
+
+
+def test_a_small_copy_of_each_image_is_kept_once_and_the_report_shows_it(tmp_path: Path) -> None:
+    rows = [row | {"image": row["image"] and row["image"].resize((300, 200))} for row in ROWS]
+    run(tmp_path, *loaded(tmp_path), rows, reward=paid_at_first, max_prompt_length=None)
+    kept = {path.stem: path for path in (tmp_path / "run" / "pictures").iterdir()}
+    lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert {name for line in lines for name in line.get("images", ())} == kept.keys() and len(kept) == 3
+    assert all("[image]" in line["prompt"] for line in lines if "images" in line)
+    for path in kept.values():
+        with Image.open(path) as small:
+            assert small.size == (96, 64) and path.stat().st_size < 4000
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert report.count("data:image/jpeg;base64,") == 3 and "image_pad" not in report

@@ -77,7 +77,8 @@ def drop_nothing(model: Any) -> None:
 
 
 def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if is_checkpointed(module)]
+    """Return the layers with checkpointing on; not those of a frozen tower of images, which have no gradient."""
+    return [module for path, module in model.named_modules() if ".visual." not in path and is_checkpointed(module)]
 
 
 def is_checkpointed(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ MANY_ALIKE = 0.1  # share of rows that may repeat the prompt of another row
 BLOCK = 64  # neighbouring rows compared together, since copies of a prompt are often adjacent
 SECONDS = 0.3  # after one block, no further rows are compared once this time has passed
 CUT_FIX = {False: "truncate_prompts=True", True: "truncation_mode='keep_start'"}  # in GRPO, in fine-tuning
+SMALLER = "from_pretrained(max_pixels=...) makes images smaller, and no prompt with images is cut"
 USUAL_STEPS, USUAL_ROWS = 300, 500
 
 
@@ -54,22 +55,26 @@ def too_long(subject: Subject) -> Iterator[Finding]:
     """Find rows that are skipped or cut because they are longer than `max_prompt_length` or, in SFTTrainer,
     `max_length`. It is an error if no row is left, and a note if long rows are cut."""
     sample, args = subject.sample, subject.args
-    long = [looked.tokens for looked in sample.usable if looked.tokens > sample.limit]
-    if not long:
-        return
+    over = [looked for looked in sample.usable if looked.tokens > sample.limit]
     if getattr(args, "truncate_prompts", False) or getattr(args, "truncation_mode", None):
-        yield Finding("note", "", f"{sample.share(len(long))} will be cut to {sample.limit} tokens; the longest has "
-                      f"{max(long)}", "")
+        if cut := [looked.tokens for looked in over if not looked.image_tokens]:
+            yield Finding("note", "", f"{sample.share(len(cut))} will be cut to {sample.limit} tokens; the longest has "
+                          f"{max(cut)}", "")
+        over = [looked for looked in over if looked.image_tokens]
+    if not over:
         return
-    none_left = len(long) == len(sample.usable)
+    longest = max(over, key=lambda looked: looked.tokens)
+    none_left = len(over) == len(sample.usable)
     setting = "max_length" if not subject.does_sampling else "max_prompt_length"
     bound, fix = f"{setting} ({sample.limit})", f"raise {setting}, or shorten the rows"
     if getattr(args, setting) is None:
         bound = f"the {sample.limit} tokens that the context of {subject.context} leaves"
         fix = "load with a larger max_seq_length, or shorten the rows"
-    which = "no row of the dataset can be used" if none_left else f"{sample.share(len(long))} will be skipped"
-    yield Finding("error" if none_left else "warning", "", f"{which}: longer than {bound}, the longest has {max(long)} "
-                  "tokens", f"{fix}; {CUT_FIX[not subject.does_sampling]} cuts them instead")
+    which = "no row of the dataset can be used" if none_left else f"{sample.share(len(over))} will be skipped"
+    images, instead = longest.image_tokens, f"{CUT_FIX[not subject.does_sampling]} cuts them instead"
+    yield Finding("error" if none_left else "warning", "", f"{which}: longer than {bound}, the longest has "
+                  f"{longest.tokens} tokens" + (f", {images} of them of images" if images else ""),
+                  f"{fix}; {SMALLER if images else instead}")
 
 
 def few_rows(subject: Subject) -> Iterator[Finding]:

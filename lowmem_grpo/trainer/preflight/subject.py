@@ -12,6 +12,7 @@ from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.runs.state import TrainerState
+from lowmem_grpo.types import ImageToken
 
 Messages = list[dict[str, str]]
 
@@ -36,6 +37,10 @@ class LookedAt:
         if self.prompt is None:
             return 0
         return len(self.prompt.ids) + len(getattr(self.prompt, "completion_ids", ()))
+
+    @property
+    def image_tokens(self) -> int:
+        return 0 if self.prompt is None else sum(isinstance(token, ImageToken) for token in self.prompt.ids)
 
 
 @dataclass(frozen=True)
