@@ -32,6 +32,7 @@ from lowmem_grpo.models.policy import Policy, end_ids, evaluating
 from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, tokenizer_beside
 from lowmem_grpo.models.quantized_linear import form_of, linears_in_4bit
 from lowmem_grpo.models.vision import store_of
+from lowmem_grpo.models.vision_processor import with_saved_bounds
 from lowmem_grpo.runs.adapter_file import PREFIX, check_for, layers_of, read_adapter, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.files import explained, write_card
@@ -239,7 +240,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         base: Any = self.get_base_model()
         self.loaded.tokenizer = tokenizer or self.loaded.tokenizer
         if self.loaded.processor is not None:
-            self.loaded.processor.tokenizer = self.loaded.tokenizer
+            self.loaded.processor.tokenizer, self.loaded.tokenizer.of_processor = self.loaded.tokenizer, True
         if (kept := generation_of(folder)) is not None:
             base.generation_config.eos_token_id = end_ids(kept, self.loaded.tokenizer)
 
@@ -346,6 +347,9 @@ def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[Fas
     check_for(adapted, folder)
     set_peft_model_state_dict(adapted, tensors)
     adapted.take_up(folder, tokenizer)
+    if adapted.loaded.processor is not None:
+        bounds = {name: arguments[name] for name in ("min_pixels", "max_pixels") if arguments.get(name) is not None}
+        with_saved_bounds(adapted.loaded.processor, folder, **bounds)
     return adapted, adapted.loaded.processor or adapted.loaded.tokenizer
 
 

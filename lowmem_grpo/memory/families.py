@@ -149,6 +149,10 @@ WHOLE_KINDS = ("gemma3", "gemma3n", "gemma4_unified", "git", "got_ocr2", "llama4
                "qwen3_5_moe", "qwen4_exp")
 # multimodal model types that are trained with images: `FastVisionModel` loads them whole
 VISION = tuple(kind.removesuffix("_text") for kind, row in FAMILIES.items() if row.vision)
+# {pattern of their stored names: name in the loaded model}; checkpoints of transformers before 4.52 have the first two
+STORED_VISION = {r"^visual\.": "model.visual.", r"^model\.(?!language_model\.|visual\.)": "model.language_model.",
+                 r"^model\.": "model."}
+TOWER = "model.visual"  # in their names
 IMAGES = ("{!r} is a model of images ({}), and images are not supported in this family: only text is trained. Take "
           "Qwen2.5-VL or Qwen3-VL, a text model, or one whose text part is loaded (docs/families.md): {}")
 WITH_VISION = ("{!r} is a model of images ({}). To train it with images, load it with FastVisionModel.from_pretrained; "
@@ -161,7 +165,8 @@ NO_FLOAT16 = ("{} overflows in float16: the loss would be NaN. Take bfloat16 (dt
 def model_type_of(config: Any) -> str:
     """Return the `model_type` of the text part of a config, or of a config.json's fields; "" if it has none."""
     if isinstance(config, Mapping):
-        return str((config.get("text_config") or config).get("model_type", ""))
+        kind = str((config.get("text_config") or config).get("model_type", ""))
+        return f"{kind}_text" if kind in VISION else kind  # older files of Qwen2.5-VL have no text_config
     return str(config.get_text_config().model_type)
 
 
@@ -238,7 +243,7 @@ def with_experts() -> str:
 
 def planned_as(config: Any, name: str, engine: str) -> dict[str, str]:
     """Return the entries of a plan's report on a config's family and engine; ValueError for a refused family."""
-    said, row = check_family(config, name), family_of(config)
+    said, row = check_family(config, name, vision=True), family_of(config)
     if row is None:
         return {"family": said or ""}
     words = {"family": row.name, "sampled by": sampled_by(row)}

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as their_logging
 
-from lowmem_grpo.memory.families import check_family, family_of, has_experts, reads_images, with_experts
+from lowmem_grpo.memory.families import TOWER, check_family, family_of, has_experts, reads_images, with_experts
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
 from lowmem_grpo.memory.model_shape import read_config
 from lowmem_grpo.memory.oom import freed_memory_returned
@@ -90,10 +90,9 @@ class Pretrained:
             tokenizer = self.tokenizer()
             check_turns(config, tokenizer, self.name)
             how = quantization(config, stored, form, dtype, names)
-            ours: Any = {"text_config": attention.NAME} if reads_images(config) else attention.NAME  # not of the tower
             model = read_model(
-                self.path, config, names, dtype=dtype, device_map={"": device}, attn_implementation=ours,
-                **self.options, **how,
+                self.path, config, names, dtype=dtype, device_map={"": device},
+                attn_implementation=attention_of(config), **self.options, **how,
             )
             if is_gguf(self.path):
                 model.name_or_path = model.config.name_or_path = self.name
@@ -159,12 +158,22 @@ class Pretrained:
             raise ValueError(DAMAGE.format(self.name, type(error).__name__, first_line(error))) from error
 
 
+def class_of(config: Any) -> Any:
+    """Return transformers' class that loads models of this config."""
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+
+
+def attention_of(config: Any) -> Any:
+    """Return the name of our attention, which the tower of a model of images does not take."""
+    return {"text_config": attention.NAME} if reads_images(config) else attention.NAME
+
+
 def read_model(path: str, config: Any, names: dict[str, str], **options: Any) -> Any:
     """Return the causal language model stored at `path`, or the text model of a multimodal checkpoint. ValueError if a
     tensor is missing."""
     if Path(path).is_dir():
         say_other_weights(Path(path))
-    kind: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+    kind = class_of(config)
     first: Any = path
     if is_gguf(path):
         kind, first = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], None
@@ -245,10 +254,7 @@ def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
         return {}  # not None, which would override the config of a checkpoint in NF4
     if form != NF4:
         return {"quantization_config": to_quantize(form, dtype)}
-    made = nf4(dtype, ExpertsNF4Config if has_experts(config) else BitsAndBytesConfig)
-    if reads_images(config):
-        made.llm_int8_skip_modules = ["model.visual", "lm_head"]  # the tower stays in 16 bits
-    return {"quantization_config": made}
+    return {"quantization_config": nf4(dtype, config, ExpertsNF4Config if has_experts(config) else BitsAndBytesConfig)}
 
 
 def say_stored(name: str, stored: str, form: str) -> None:
@@ -260,10 +266,13 @@ def say_stored(name: str, stored: str, form: str) -> None:
         logger.info("%s is stored in %s: its weights are used as they are", name, "FP8" if stored == FP8 else "4 bit")
 
 
-def nf4(dtype: torch.dtype, kind: type[BitsAndBytesConfig] = BitsAndBytesConfig) -> BitsAndBytesConfig:
-    """Return the config, of class `kind`, of 4-bit NF4 with double quantization, computing in `dtype`."""
+def nf4(dtype: torch.dtype, config: Any = None,
+        kind: type[BitsAndBytesConfig] = BitsAndBytesConfig) -> BitsAndBytesConfig:
+    """Return the config, of class `kind`, of 4-bit NF4 with double quantization, computing in `dtype`. The tower of a
+    model of images stays in 16 bits."""
     return kind(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=[TOWER, "lm_head"] if config is not None and reads_images(config) else None,
     )
 
 

@@ -11,6 +11,7 @@ from transformers import AutoProcessor, BatchFeature
 from lowmem_grpo.utils import read_json
 
 IMAGE = "<|image_pad|>"  # the token of an image's features in Qwen's families
+OF_IMAGES = ("preprocessor_config.json", "processor_config.json")  # an image processor's settings are in one of them
 NEEDS_TEXT = "the processor takes text, and images in the order of their places in it"
 
 
@@ -103,3 +104,10 @@ def load_processor(path: str, tokenizer: Any, min_pixels: int | None = None, max
     if not tokenizer.chat_template and template.is_file():
         tokenizer.chat_template = read_json(template.read_bytes())["chat_template"]
     return VisionProcessor(tokenizer, own)
+
+
+def with_saved_bounds(processor: Any, folder: Path, **bounds: int) -> Any:
+    """Return the processor, with the image processor of an adapter's folder, if there is one."""
+    if any((folder / name).is_file() for name in OF_IMAGES):
+        processor.image_processor = type(processor.image_processor).from_pretrained(folder, **bounds)
+    return processor

@@ -15,22 +15,20 @@ import torch
 from bitsandbytes.nn import Params4bit
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_grpo.kernels.fp8 import fp8_quantize
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight, frozen_weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.memory.families import has_experts
+from lowmem_grpo.memory.families import STORED_VISION, has_experts, reads_images
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8_BLOCK, NF4
-from lowmem_grpo.models import attention
 from lowmem_grpo.models.expert_loading import quantized_stack
 from lowmem_grpo.models.experts import STACKS, ExpertStack
 from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, scale_of
 from lowmem_grpo.models.fp8_layers import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.gguf_file import GGUFTensor, gguf_tensors
-from lowmem_grpo.models.pretrained import nf4
+from lowmem_grpo.models.pretrained import attention_of, class_of, nf4
 from lowmem_grpo.models.quantized_linear import QuantizedLinear
 from lowmem_grpo.models.stored_model import INDEX, SINGLE, block_of, quantization_of, text_name, weight_files
 from lowmem_grpo.models.trained_set import OF_ADAPTER
@@ -228,10 +226,11 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
     in_fp8 = {name: scale for name in whole if name.endswith(".weight") and (scale := scale_of(name, files.places))}
     beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(OF_ACTIVATIONS))}
     modules = set() if form == BITS_16 or in_4_bit or in_fp8 else linears_to_quantize(config, dtype)
+    names = names or (STORED_VISION if reads_images(config) else {})
     stack = lru_cache(len(STACKS))(files.expert_stack)  # keeps the last stacks, those of one layer
     weights = []
     for name in sorted(whole - beside):
-        plain = text_name(name, names or {})
+        plain = text_name(name, names)
         if plain is None:
             continue
         if name in in_4_bit:
@@ -264,11 +263,11 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 def empty_model(config: Any) -> Any:
     """Return the model that a config describes, without memory for its weights."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
+        return class_of(config).from_config(config, attn_implementation=attention_of(config), trust_remote_code=False)
 
 
 def linears_to_quantize(config: Any, dtype: torch.dtype) -> set[str]:
     """Return the paths of the modules that loading quantizes, to 4 bit or FP8."""
     model = empty_model(config)
-    AutoHfQuantizer.from_config(nf4(dtype)).preprocess_model(model, device_map=None)
+    AutoHfQuantizer.from_config(nf4(dtype, config)).preprocess_model(model, device_map=None)
     return {path for path, module in model.named_modules() if isinstance(getattr(module, "weight", None), Params4bit)}

@@ -16,6 +16,7 @@ from peft.utils.save_and_load import load_peft_weights
 from safetensors import safe_open
 
 from lowmem_grpo.config.loading import form_of_weights
+from lowmem_grpo.memory.families import reads_images
 from lowmem_grpo.models.export import gguf, model_card
 from lowmem_grpo.models.export.base_weights import empty_model, stored_weights, tensor_files
 from lowmem_grpo.models.export.folder import Exported, ExportError, new_folder
@@ -35,6 +36,7 @@ from lowmem_grpo.models.hub import check_repo, model_folder, push
 from lowmem_grpo.models.policy import end_ids
 from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside
 from lowmem_grpo.models.stored_model import resolve
+from lowmem_grpo.models.vision_processor import OF_IMAGES, load_processor, with_saved_bounds
 from lowmem_grpo.runs.adapter_file import check_patterns, layers_of, lora_config, read_adapter
 from lowmem_grpo.runs.files import CARD, write_card
 from lowmem_grpo.runs.saved_adapter import (
@@ -50,7 +52,9 @@ from lowmem_grpo.utils import PATH, is_gguf
 
 FORMATS = ("adapter", "merged", "merged_4bit", "gguf")
 COMPUTED = ("float32", *DTYPES)  # compute dtypes of a run
-ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, CARD, "generation_config.json")
+ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, CARD, "generation_config.json", *OF_IMAGES)
+NO_GGUF = ("a model of images is not written as GGUF: llama.cpp reads its tower from a second file. Export it as "
+           "merged, and call llama.cpp's convert_hf_to_gguf.py on that folder, once as it is and once with --mmproj")
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
     name, form = str(record.model), form_of_weights(record.load_in_4bit, False, record.load_in_fp8)
     done.base, computed = name, getattr(torch, str(record.dtype))
     device = settings.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-    stored = Pretrained(name, str(model_folder(resolve(name), record.revision)), {})
+    stored = Pretrained(name, str(model_folder(resolve(name), record.revision)), {}, vision=True)
     if record.sha256 not in (None, digest_of(stored.path)):
         raise ExportError(f"{stored.path} is not the file that the adapter was trained on: its sha256 is not "
                           f"{record.sha256}. Name that file with --base")
@@ -152,13 +156,18 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
         form = stored.form(form)
     if done.format == model_card.MERGED_4BIT:
         check_in_4bit(config)
+    processor = None
+    if reads_images(config):
+        if done.format == "gguf":
+            raise ExportError(NO_GGUF)
+        processor = with_saved_bounds(load_processor(stored.path, tokenizer), adapter.folder)
     adapter_config = lora_config(adapter_settings(adapter.folder), adapter.folder)
     check_patterns(adapter_config, (path for path, _ in empty_model(config).named_modules()), adapter.note)
     weights = stored_weights(Path(stored.path), config, form, computed, device, names)
     dtype, generation = output_dtype(settings.dtype, computed), generation_of(stored.path)
     ends = end_ids(generation_of(adapter.folder) or generation or config, tokenizer)
     merge = Merge(weights, pairs, dtype, config, generation, tokenizer, ends, device,
-                  lambda: adapter_logits(stored, adapter.folder, computed, device, form))
+                  lambda: adapter_logits(stored, adapter.folder, computed, device, form), processor)
     write_folder(merge, temp, done)
     return record
 
@@ -176,6 +185,8 @@ def save_gguf(model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp
     """Merge a loaded model with its adapter, if it has one, and write one GGUF file per kind."""
     for kind in kinds:
         check_choices("gguf", ExportSettings(gguf_type=kind))
+    if reads_images(model.config):
+        raise ExportError(NO_GGUF)
     converter = gguf.find_converter(llama_cpp, kinds)
     merge, done = live_merge(model, tokenizer, None), Exported(out, "gguf", "a loaded model", name)
     with new_folder(done, overwrite) as temp:

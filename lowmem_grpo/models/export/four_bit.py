@@ -59,7 +59,7 @@ def write_in_4bit(merged: Path, out: Path, done: Exported) -> None:
         size = sum((out / name).stat().st_size for name in {*places.values()})
         index = {"metadata": {"total_size": size}, "weight_map": places}
         (out / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
-    config.quantization_config = nf4(config.dtype).to_dict()
+    config.quantization_config = nf4(config.dtype, config).to_dict()
     config.save_pretrained(out)
     for path in merged.iterdir():
         if not (out / path.name).exists():

@@ -17,7 +17,7 @@ import torch
 from bitsandbytes.nn import Params4bit
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -27,7 +27,7 @@ from lowmem_grpo.models.export.folder import Exported, ExportError, check_disk, 
 from lowmem_grpo.models.export.merge import LoraPair, MergeError, check_merged, live_pairs, size_of, write_merged
 from lowmem_grpo.models.export.model_card import MERGED, card_text
 from lowmem_grpo.models.policy import end_ids, evaluating
-from lowmem_grpo.models.pretrained import Pretrained, compute_in, fix_frequencies
+from lowmem_grpo.models.pretrained import Pretrained, class_of, compute_in, fix_frequencies
 from lowmem_grpo.runs.files import write_card
 from lowmem_grpo.runs.saved_adapter import BaseRecord
 
@@ -56,6 +56,7 @@ class Merge:
     ends: list[int]  # ids that end a completion
     device: str
     reference: Callable[[], Logits]  # the logits of base and adapter; only called for a small model
+    processor: Any = None  # of a model of images; its files are written with the tokenizer's
     context: int = 0  # the `max_seq_length` for which a loaded model's RoPE frequencies were fixed; 0 for none
 
 
@@ -81,9 +82,11 @@ def live_merge(model: Any, tokenizer: Any, dtype: str | None) -> Merge:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     weights, wanted = live_weights(model), output_dtype(dtype, base.get_input_embeddings().weight.dtype)
     pairs = live_pairs(model) if hasattr(model, "peft_config") else {}
+    processor = tokenizer if hasattr(tokenizer, "image_processor") else getattr(loaded, "processor", None)
+    tokenizer = tokenizer.tokenizer if processor is tokenizer is not None else tokenizer
     ends = {*end_ids(base.generation_config, tokenizer), *getattr(loaded, "stop_ids", ())}
     return Merge(weights, pairs, wanted, base.config, base.generation_config, tokenizer, sorted(ends),
-                 str(model.device), lambda: live_logits(model), getattr(loaded, "max_seq_length", 0))
+                 str(model.device), lambda: live_logits(model), processor, getattr(loaded, "max_seq_length", 0))
 
 
 def save_adapter(model: Any, out: Path, tokenizer: Any, overwrite: bool, name: str | None = None) -> Exported:
@@ -111,13 +114,14 @@ def write_files(merge: Merge, temp: Path, done: Exported) -> None:
     config = copy.deepcopy(merge.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.dtype = merge.dtype
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        part.dtype = merge.dtype
     config.save_pretrained(temp)
     generation = copy.deepcopy(merge.generation_config) or GenerationConfig.from_model_config(config)
     generation.eos_token_id = merge.ends[0] if len(merge.ends) == 1 else merge.ends or None
     write_generation(generation, temp)
     if merge.tokenizer is not None:
-        merge.tokenizer.save_pretrained(temp)
+        (merge.processor or merge.tokenizer).save_pretrained(temp)
     checked = check_merged(temp, tensor_files(temp), merge.weights, merge.pairs)
     tied = {"lm_head.weight"} if getattr(config.get_text_config(), "tie_word_embeddings", False) else set()
     check_loads(temp, {weight.name for weight in merge.weights} | tied)
@@ -167,7 +171,7 @@ def output_dtype(asked: str | None, computed: torch.dtype) -> torch.dtype:
 
 def answers(folder: Path, dtype: torch.dtype, prompts: list[Tensor], device: str, context: int = 0) -> list[Tensor]:
     """Return the float32 logits (1, T, V) of a stored model for each of the prompts (1, T)."""
-    model = AutoModelForCausalLM.from_pretrained(
+    model = class_of(AutoConfig.from_pretrained(folder, trust_remote_code=False)).from_pretrained(
         folder, dtype=dtype, device_map={"": device}, trust_remote_code=False
     ).eval()
     if context:
