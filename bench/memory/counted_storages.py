@@ -98,7 +98,7 @@ class CountedStorages(TorchDispatchMode):
             return None
         if name == "aten::index":
             length = len(masks[0])
-            return args[0].new_empty(self.known.mask_counts.get(length, length), *args[0].shape[1:])
+            return args[0].new_empty(self.known.mask_counts.get(length, length), *args[0].shape[masks[0].dim() :])
         return args[0] if name == "aten::index_put_" else torch.empty_like(args[0])
 
     def count(self, tensor: Tensor, operation: str) -> None:

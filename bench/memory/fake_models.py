@@ -12,11 +12,11 @@ from bitsandbytes.functional import QuantState
 from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from lowmem_grpo.models import attention
 from lowmem_grpo.models.experts import expert_stacks, use_routed_blocks
 from lowmem_grpo.models.fused_weights import GROUPS, fuse
+from lowmem_grpo.models.pretrained import attention_of, class_of
 
 BLOCK, NESTED_BLOCK = 64, 256  # weights per scale, scales per nested scale
 SCALES = ("absmax", "code", "offset")
@@ -29,8 +29,8 @@ def meta_model(config: Any, dtype: torch.dtype, nf4: bool) -> PreTrainedModel:
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention.NAME, trust_remote_code=False
+            model = class_of(config).from_config(
+                config, attn_implementation=attention_of(config), trust_remote_code=False
             )
             if nf4:
                 quantize(model, lambda linear: linear_4bit(linear, dtype))
@@ -43,10 +43,10 @@ def meta_model(config: Any, dtype: torch.dtype, nf4: bool) -> PreTrainedModel:
 
 
 def quantize(model: PreTrainedModel, make: Callable[[nn.Linear], Linear4bit]) -> None:
-    """Replace the linears except the head by the 4-bit ones that `make` returns."""
+    """Replace the linears, but not the head and a tower's, by the 4-bit ones that `make` returns."""
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module is not head:
+        if type(module) is nn.Linear and module is not head and ".visual." not in name:
             model.set_submodule(name, make(module))
     model.is_loaded_in_4bit = model.is_quantized = True
 

@@ -7,6 +7,7 @@ feature that saves memory can be switched off.
 """
 
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from lowmem_grpo.memory.offload.pages import Copies
 from lowmem_grpo.models.lora_targets import ALL_LINEAR
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.vision import ImageInputs, PatchedImage
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.optim import make_optimizer
@@ -71,14 +73,15 @@ def weigh(
     model = add_lora(meta_model(kind, torch.bfloat16, nf4=True), rank, max(lengths), features)
     keep_layers(model.get_base_model(), features.kept_layers)
     batch = batch or largest(groups_of(lengths, features), max(lengths) if features.packing else None)
-    known = Known({len(batch.input_ids): int(batch.loss_mask.sum())}, len(batch.rollouts))
+    known = Known({1: len(batch.images), len(batch.input_ids): int(batch.loss_mask.sum())}, len(batch.rollouts))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         make_fake(model)
         learner = learner_of(model, lengths, features, Unmeasured)
         policy, optimizer = learner.policy, learner.optimizer
         tensors: dict[str, Any] = {
             name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
-        with CountedStorages([*stored(model), *tensors.values()], known) as live:
+        held = know_images(policy, batch)
+        with CountedStorages([*stored(model), *held, *tensors.values()], known) as live:
             if features.packing:  # an earlier micro-batch has left the adapters' gradients
                 for parameter in policy.trainable:
                     parameter.grad = torch.zeros_like(parameter)
@@ -96,6 +99,17 @@ def weigh(
         device=sum(sizes.values()) + states + max(peak, live.peak - states), host=live.host_peak + on_host,
         gradients=gradients, optimizer=states, activations=peak - gradients, breakdown=found, **sizes,
     )
+
+
+def know_images(policy: Policy, batch: MicroBatch) -> list[Tensor]:
+    """Give a model of images the features of a batch's images, as the host holds them; return these."""
+    inputs = policy.inputs
+    for name, size in Counter(token.image for token in batch.images.values()).items():
+        assert isinstance(inputs, ImageInputs)
+        inputs.store.put(PatchedImage(name, torch.empty(0), (1, inputs.merge, inputs.merge * size)))
+        levels = len(getattr(inputs.tower, "deepstack_merger_list", ()))
+        inputs.store.features[name] = torch.empty(1 + levels, size, inputs.embed.weight.shape[1], dtype=policy.dtype)
+    return list(inputs.store.features.values()) if isinstance(inputs, ImageInputs) else []
 
 
 class Unmeasured(GRPOObjective):

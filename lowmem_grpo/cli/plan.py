@@ -12,9 +12,10 @@ import click
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES
 from lowmem_grpo.memory.layer_forms import FP8
 from lowmem_grpo.runs.views.terminal import UserPath, columns, echo, plain_errors, was_given
-from lowmem_grpo.utils import check_given, size_text, up_to
+from lowmem_grpo.utils import COUNT, check_given, size_text, up_to
 
 MOST_PROMPTS = 100_000  # the most prompts of a step
+SQUARE = 512 * 512  # pixels
 CHECKPOINTING: dict[str, bool | str] = {"auto": "auto", "offload": "offload", "true": True, "false": False}
 
 
@@ -45,12 +46,14 @@ CHECKPOINTING: dict[str, bool | str] = {"auto": "auto", "offload": "offload", "t
 @click.option("--completion-length", type=int, help="Mean tokens of a completion.  [default: 40% of the longest]")
 @click.option("--max-completion-length", type=int, help="Tokens of the longest completion.  [default: what the prompt "
               "leaves of the context]")
+@click.option("--images", type=int, help="Images of a prompt, for a model of images.  [default: 1]")
+@click.option("--image-pixels", type=int, help="Pixels of an image.  [default: 262144, which is 512 x 512]")
 @click.option("--max-context", is_flag=True, help="Find the longest context that fits.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, in bytes.")
 def plan(
     model: str, gpu: str, gpu_memory_utilization: float | None, checkpointing: str, max_context: bool, as_json: bool,
     prompts: int | None, prompt_length: int | None, completion_length: int | None, max_completion_length: int | None,
-    gpus: int, load_in_4bit: bool, load_in_fp8: bool, **settings: Any,
+    gpus: int, load_in_4bit: bool, load_in_fp8: bool, images: int | None, image_pixels: int | None, **settings: Any,
 ) -> None:
     """Plan the memory of a run, choose settings that fit the card, and estimate how long a step takes.
 
@@ -70,7 +73,9 @@ def plan(
             raise ValueError(f"--fp8 and --{'load-in-4bit' if load_in_4bit else '16bit'} contradict each "
                              "other; give one of them")
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
-        settings["engine"] = settings["engine"] or engine_of(card)
+        shape = ModelShape.from_config(config)
+        settings["engine"] = settings["engine"] or ("transformers" if shape.vision else engine_of(card))
+        settings["image_tokens"] = image_tokens(shape, images, image_pixels)
         said = planned_as(config, model, settings["engine"])
         form = form_of_weights(load_in_4bit and not load_in_fp8, False, load_in_fp8)
         if form != FP8 and stored_in_fp8(config):
@@ -91,7 +96,7 @@ def plan(
         fitted = memory.settings
         work = Workload.within(fitted.context, prompts, fitted.num_generations, prompt_length, completion_length,
                                max_completion_length)
-        time = plan_time(memory, ModelShape.from_config(config), work)
+        time = plan_time(memory, shape, work)
         if as_json:
             extra = {"max_context": longest} if max_context else {}
             click.echo(json.dumps(memory.to_dict() | {"time": asdict(time), "family": said} | extra, indent=2))
@@ -102,6 +107,19 @@ def plan(
             echo("\n".join(f"{name}: {words}" for name, words in said.items()))
     if not memory.fits:
         raise SystemExit(1)
+
+
+def image_tokens(shape: Any, images: int | None, pixels: int | None) -> int:
+    """Return the tokens of a prompt's images, of which a line is printed; ValueError if the model reads text."""
+    given = {name: value for name, value in (("--images", images), ("--image-pixels", pixels)) if value is not None}
+    check_given(given, dict.fromkeys(given, COUNT))
+    if shape.vision is None:
+        if given:
+            raise ValueError(f"{', '.join(given)}: this model reads text only; leave it out, or plan a model of images")
+        return 0
+    each = shape.vision.tokens(pixels or SQUARE)
+    echo(f"an image of {pixels or SQUARE:,} pixels is {each:,} tokens of a prompt", err=True)
+    return (images or 1) * each
 
 
 def stored_in_fp8(config: Any) -> bool:

@@ -1,6 +1,7 @@
 """The linear weights of a decoder layer: their bytes in each form, and the instructions of their decode kernels. Also
 the sizes of layers in models whose layers differ."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,6 +156,34 @@ class ExpertForm:
         layers = set(range(every - 1, fields["num_hidden_layers"], every)) - set(without)
         count = next(fields[name] for name in EXPERTS if fields.get(name))  # transformers renames the file's field
         return cls(len(layers), count, fields["num_experts_per_tok"], fields["moe_intermediate_size"])
+
+
+@dataclass(frozen=True)
+class VisionForm:
+    """The sizes of a tower of images, which is frozen in 16 bits."""
+
+    weight_bytes: int
+    side: int  # pixels along a side of what one feature shows
+    levels: int  # features of an image's place that later layers add (deep stack)
+
+    @classmethod
+    def from_config(cls, fields: Mapping[str, Any]) -> "VisionForm":
+        """Read the `vision_config` of Qwen2.5-VL, whose MLPs are gated and whose norms have no bias, or of Qwen3-VL."""
+        size, inner, patch = fields["hidden_size"], fields["intermediate_size"], fields["patch_size"]
+        merge, stacked = fields.get("spatial_merge_size") or 2, fields.get("deepstack_visual_indexes")
+        together, gated = size * merge**2, stacked is None
+        norm, mlps = (1, 3) if gated else (2, 2)  # vectors, and matrices beside as many biases
+        patches = size * (3 * (fields.get("temporal_patch_size") or 2) * patch**2 + (0 if gated else 1))
+        block = 4 * size * (size + 1) + mlps * size * inner + (mlps - 1) * inner + size + 2 * norm * size
+        merger = together * (together + 1) + (together + 1) * fields["out_hidden_size"]
+        places, levels = (0 if gated else fields["num_position_embeddings"] * size), len(stacked or ())
+        weights = patches + places + fields["depth"] * block + (1 + levels) * merger + norm * (size + levels * together)
+        angles = 2 * 4 * (size // fields["num_heads"] // 4)
+        return cls(2 * weights + angles, patch * merge, levels)
+
+    def tokens(self, pixels: int) -> int:
+        """Return the tokens of a square image of so many pixels, whose sides are rounded to whole features."""
+        return max(1, round(math.sqrt(pixels) / self.side)) ** 2
 
 
 def forms_of(fields: Mapping[str, Any]) -> tuple[LayerForm, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowmem_grpo.memory import families, layer_forms
 from lowmem_grpo.memory.families import Family
-from lowmem_grpo.memory.layer_forms import DeltaForm, ExpertForm, LayerForm, Linear
+from lowmem_grpo.memory.layer_forms import DeltaForm, ExpertForm, LayerForm, Linear, VisionForm
 from lowmem_grpo.utils import (
     OF_KINDS,
     POSITIVE,
@@ -63,6 +63,7 @@ class ModelShape:
     turned: float = 1.0  # the share of a head that RoPE rotates
     experts: ExpertForm | None = None  # for layers with experts instead of an MLP
     delta: DeltaForm | None = None  # for layers with a delta net instead of attention; in `each`, set for these only
+    vision: VisionForm | None = None  # of a model that reads images
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelShape":
@@ -74,7 +75,7 @@ class ModelShape:
             raise ValueError(f"the config has no {', '.join(missing)}; a decoder's config.json is needed")
         if low := next((name for name in NEEDED if fields[name] < 1), None):
             raise ValueError(f"the config's {low} is {fields[low]}; it must be at least 1")
-        heads, kind = fields["num_attention_heads"], str(fields.get("model_type", ""))
+        heads, kind, images = fields["num_attention_heads"], families.model_type_of(whole), families.reads_images(whole)
         row, mixed = families.FAMILIES.get(kind, PLAIN), families.has_experts(fields)
         if mixed and row.experts is None:
             raise ValueError(f"{kind} has several experts; of such models, plans are made for "
@@ -90,6 +91,7 @@ class ModelShape:
             per_layer_vocabulary=fields.get("vocab_size_per_layer_input") or 0,
             turned=layer_forms.turned_share(fields, row), experts=ExpertForm.from_config(fields) if mixed else None,
             delta=DeltaForm.from_config(fields) if row.delta_net else None,
+            vision=VisionForm.from_config(whole["vision_config"]) if images else None,
         )
         if not forms:
             return shape

@@ -49,6 +49,7 @@ class RunSettings:
     keeps_reference: bool = False  # whether the KL term compares with a copy of the adapter, kept on the host
     reward_bytes: int = 0  # on the card while the largest reward model scores
     reward_host_bytes: int = 0  # all reward models, on the host between steps
+    image_tokens: int = 0  # of a prompt, at most
     ranks: int = 1  # processes of the run, each with its own card; all other settings are per process
     trained: int | None = None  # weights of the adapter; None: those of `lora_rank` on all linears
     trained_bytes: int | None = None  # their size, and that of their gradients; None: in float32
@@ -58,7 +59,8 @@ class RunSettings:
                          "kv_bytes", "chunk_rows", "sequences", "completions_per_step", "longest_completion",
                          "head_groups", "ranks"), COUNT),
         "mlp_tile": at_least(0), "kept_layers": at_least(0), "spread": ZERO_OR_MORE,
-        **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes"), ZERO_OR_MORE), "engine": one_of(*ENGINES),
+        **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes", "image_tokens"), ZERO_OR_MORE),
+        "engine": one_of(*ENGINES),
         "checkpointing": one_of(*CHECKPOINTING), "sampling_weights": one_of(*SAMPLING_WEIGHTS),
         "optim": one_of(*OPTIMIZER_BYTES), "kv_cache_dtype": one_of(*CACHE_DTYPES),
     }

@@ -80,8 +80,10 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     where = "on the host" if settings.host_embedding and shape.host_bytes() else table_note
     held, adapted = ("linears", "all linears") if shape.experts is None else ("linears and experts", "attention")
     kind, ranks = FORMS[settings.form].words, settings.ranks > 1  # with several, gradients are summed in a copy
+    tower = 0 if shape.vision is None else shape.vision.weight_bytes
     return [
         PlanRow("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
+        *([PlanRow("vision tower", tower, tower, note="frozen, 16 bits")] if tower else []),
         PlanRow("embedding", on_device, on_device, note=where),
         PlanRow("head", table, table, note="16 bits"),
         PlanRow("adapters", adapters, adapters, note=f"{lora_text(shape, settings, adapted)}, float32"),

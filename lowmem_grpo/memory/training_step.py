@@ -18,12 +18,14 @@ PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # most rows per expert, on average, for which all experts are computed together
 PAGE_BYTES = 4 * 2**20  # a page of host memory
 RESIDENT = 2  # layer inputs on the device while the others are on the host; one if attention runs by groups of heads
+FEATURES = "image features"
 INPUTS, LAYER, TILE, CHUNK = "layer inputs", "layer recompute", "MLP tile", "logits chunk"
 HEAD, WORKSPACE, EXPERTS = "U and hidden states", "attention workspace", "experts at work"
 CARD_ONLY = (WORKSPACE, EXPERTS)  # allocated within one operation, so not visible with fake tensors
 NOTES = {
     INPUTS: "one of each layer", LAYER: "of the layer at work, or of all that keep everything",
     TILE: "gate, up, their gradients, a band of weights",
+    FEATURES: "of a micro-batch's images, for the first layers",
     HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
     WORKSPACE: "fused attention's gradients in float32, of {} (estimated)",
     EXPERTS: "one expert dequantized, a piece of its rows, sums in float32 (estimated)",
@@ -191,7 +193,14 @@ class StepShape:
             packed += self.queries + self.keys  # copies of q and k after RoPE
         others = self.layers_kept() - self.saved()
         kept = others + self.attention_saved() + packed + 2 * self.hidden  # the residual, and the output projection
-        return {INPUTS: self.inputs(), LAYER: kept + self.angles, TILE: self.band()}
+        features = {FEATURES: self.features()} if self.model.vision is not None else {}
+        return {INPUTS: self.inputs(), LAYER: kept + self.angles, TILE: self.band(), **features}
+
+    def features(self) -> int:
+        """Return the bytes of the features of a micro-batch's images, which its forward pass looks up."""
+        levels = 1 + (self.model.vision.levels if self.model.vision is not None else 0)
+        prompts = max(1, self.tokens // self.settings.context)
+        return levels * WORD * self.model.hidden * min(self.tokens, prompts * self.settings.image_tokens)
 
     def head(self) -> Moment:
         """Return the moment of the output head: trained hidden states, U, and a chunk of logits in float32."""

@@ -55,7 +55,16 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         head_groups=1 if getattr(base.config.get_text_config(), "attention_dropout", 0.0) else None,
         kv_cache_dtype=model.loaded.keeper.settings.kv_cache_dtype if engine == VLLM else AUTO,
         completions_per_step=config.completions_per_step, host_bytes=host_bytes_to_fill(),
+        image_tokens=most_image_tokens(model, context),
     )
+
+
+def most_image_tokens(model: FastPeftModel, context: int) -> int:
+    """Return the most tokens that a prompt's images may have; 0 for a model of text."""
+    if (processor := model.loaded.processor) is None:
+        return 0
+    images = processor.image_processor
+    return min(context, int(images.size["longest_edge"]) // (images.patch_size * images.merge_size) ** 2)
 
 
 def may_keep(model: FastPeftModel, config: TrainSettings) -> str:

@@ -28,6 +28,19 @@ def test_the_promised_case_prints_a_plan_that_fits_as_json() -> None:
     assert sum(row["train"] for row in found["rows"]) == found["train"]
 
 
+def test_a_model_of_images_has_rows_of_its_tower_and_a_model_of_text_takes_no_images(tmp_path: Path) -> None:
+    vision = {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "out_hidden_size": 3584,
+              "patch_size": 14, "spatial_merge_size": 2}
+    older = named_config("qwen2.5-7b") | {"model_type": "qwen2_5_vl", "vision_config": vision}  # without a text_config
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    done = plan("--model", tmp_path, "--gpu", "24GiB", "--images", 2)
+    assert done.exit_code == 0, done.output
+    assert "an image of 262,144 pixels is 324 tokens of a prompt" in done.output and "vision tower" in done.output
+    assert "family: Qwen2.5-VL" in done.output and "engine transformers" not in done.output
+    refused = plan("--model", "qwen2.5-7b", "--gpu", "24GiB", "--image-pixels", 1000)
+    assert refused.exit_code == 1 and "--image-pixels: this model reads text only" in refused.output
+
+
 def test_the_table_names_components_choices_and_the_verdict_and_what_does_not_fit_ends_with_an_error() -> None:
     done = plan("--model", "meta-llama/Llama-3.1-8B-Instruct", "--context", 20480, "--gpu", "t4")
     words = ("weights", "KV cache", "layer recompute", "rollout", "train", "host", "optim", "Fits:")

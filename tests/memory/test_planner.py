@@ -28,7 +28,7 @@ from lowmem_grpo.memory.planner import EASE, chosen_for_rollout, max_context, pl
 from lowmem_grpo.memory.rows import build
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
+from lowmem_grpo.types import ImageToken, MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import GIB
 
 NEAR, LLAMA = 0.05, "llama-3.1-8b"
@@ -176,6 +176,41 @@ def test_a_window_makes_no_matrix_of_tokens_and_its_mask_is_planned_for(window: 
     assert measured.device < planned_bytes(config | {"sliding_window": None}, settings_of(context)) + context**2
     free = config | {"model_type": "qwen2", "use_sliding_window": False}
     assert (ModelShape.from_config(config).window, ModelShape.from_config(free).window) == (window, None)
+
+
+OF_IMAGES: dict[str, tuple[str, dict[str, Any], int]] = {  # text model, the tower, tokens of 512 x 512 pixels
+    "qwen2_5_vl": ("qwen2.5-7b", {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420,
+                                  "out_hidden_size": 3584, "patch_size": 14, "spatial_merge_size": 2}, 324),
+    "qwen3_vl": ("qwen3-8b", {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304,
+                              "out_hidden_size": 4096, "patch_size": 16, "spatial_merge_size": 2,
+                              "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}, 256),
+}
+
+
+def weighed_with_image(kind: str, layers: int = 3) -> tuple[Any, int, int, int]:
+    """The plan of eight completions of a prompt with an image, its bytes, those weighed, and the text model's."""
+    name, vision, image = OF_IMAGES[kind]
+    text = shallow(named_config(name), layers)
+    config = {"model_type": kind, "text_config": text | {"model_type": f"{kind}_text"}, "vision_config": vision}
+    shape = ModelShape.from_config(config)
+    assert shape.vision and shape.vision.tokens(512 * 512) == image
+    plain = group_of_eight(512, 1536)
+    batch = replace(plain, images={place: ImageToken(1, "seen") for place in range(64, 64 + image)})
+    places = len(batch.input_ids)
+    settings = settings_of(2048, max_tokens=places, spread=token_rows(batch.prompts) / places, image_tokens=image)
+    built = build(shape, settings, device("1024GiB"))
+    of_images, of_text = weigh.weigh(config, [places], batch=batch), weigh.weigh(text, [places], batch=plain)
+    tower = {row.name: row.train for row in built.rows}["vision tower"]
+    assert of_images.weights == of_text.weights + tower, "the tower is planned to the byte"
+    return built, built.train_allocated, of_images.device, of_text.device + tower
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OF_IMAGES)
+def test_a_model_of_images_holds_what_is_planned_and_hardly_more_than_its_text_model_and_tower(kind: str) -> None:
+    built, found, measured, text = weighed_with_image(kind)
+    assert math.isclose(found, measured, rel_tol=NEAR) and measured <= 1.1 * text
+    assert "image features" in {row.name for row in built.rows}
 
 
 def group_of_eight(prompt: int, completion: int) -> MicroBatch:
