@@ -5,8 +5,9 @@ import json
 import logging
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 METRICS, COMPLETIONS, SUMMARY, REPORT = "metrics.jsonl", "completions.jsonl", "summary.json", "report.html"
 FINAL, NONFINITE, EARLIER = "adapter", "nonfinite.jsonl", "earlier"
-TENSORBOARD = "tensorboard"
-OF_A_RUN = (COMPLETIONS, REPORT, NONFINITE, FINAL, TENSORBOARD, METRICS, SUMMARY)  # besides its checkpoints
+TENSORBOARD, PICTURES = "tensorboard", "pictures"  # folders
+PICTURE = re.compile("[0-9a-f]{32}")  # the name of an image
+OF_A_RUN = (COMPLETIONS, PICTURES, REPORT, NONFINITE, FINAL, TENSORBOARD, METRICS, SUMMARY)  # besides its checkpoints
 
 
 class RecordError(RuntimeError):
@@ -102,6 +104,17 @@ class RunRecords:
 
     def completions(self, step: int, groups: list["RolloutGroup"]) -> None:
         self.append(COMPLETIONS, completion_lines(step, groups))
+
+    def picture(self, name: str, make: Callable[[], bytes]) -> None:
+        """Write the small JPEG file of an image, once in a run; RecordError if the disk refuses."""
+        path = self.run_dir / PICTURES / f"{name}.jpg"
+        if not self.writes or path.exists() or not (data := make()):
+            return
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+        except OSError as error:
+            raise RecordError(refused(path, error, len(data), free_bytes(path))) from error
 
     def summary(self, summary: dict[str, Any]) -> None:
         replace_text(self.run_dir / SUMMARY, json.dumps(finite(self.known() | summary), indent=2) + "\n")
@@ -188,11 +201,17 @@ def completion_lines(step: int, groups: list["RolloutGroup"]) -> list[dict[str, 
          "rewards": rollout.rewards, "reward": rollout.reward, "advantage": rollout.advantage,
          "tokens": len(rollout.completion_ids), "finish_reason": rollout.finish_reason, **episode_fields(rollout),
          **({"seed": group.row["seed"]} if rollout.turns and "seed" in group.row else {}),
+         **({"images": names} if (names := images_of(group.prompt_ids)) else {}),
          **({"extra": rollout.extras} if rollout.extras else {}),
          **({"replayed_from": rollout.policy_version} if group.replayed else {})}
         for group in groups
         for rollout in group.rollouts
     ]
+
+
+def images_of(prompt_ids: Iterable[int]) -> list[Any]:
+    """Return the names of a prompt's images in order, each once."""
+    return list(dict.fromkeys(token.image for token in prompt_ids if hasattr(token, "image")))
 
 
 def prompt_text(prompt: Any) -> str:

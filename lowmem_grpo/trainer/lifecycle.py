@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from lowmem_grpo.rewards.checking.diagnosis import about_rewards
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.checkpoint import save_adapter
 from lowmem_grpo.runs.lock import owned
-from lowmem_grpo.runs.records import FINAL, RunRecords, prompt_text
+from lowmem_grpo.runs.records import FINAL, RunRecords, images_of, prompt_text
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.runs.state import TrainerState, error_text, mean_of, summary
 from lowmem_grpo.runs.trajectory import transcript, turn_records
@@ -50,9 +51,17 @@ class Journal:
         if self.alarms is not None:
             line |= self.alarms.watch(line)
         if groups:
+            self.keep_pictures(groups)
             self.records.completions(self.state.global_step, groups)
         self.state.unlogged.append(line)
         self.groups = groups
+
+    def keep_pictures(self, groups: list[RolloutGroup]) -> None:
+        """Keep a small copy of each image, which the report shows beside completions."""
+        for name in {name for group in groups for name in images_of(group.prompt_ids) if hasattr(name, "picture")}:
+            from lowmem_grpo.data.images import thumbnail  # imports PIL
+
+            self.records.picture(name, partial(thumbnail, name.picture))
 
     def flush(self) -> dict[str, Any] | None:
         """Return one log line for all steps since the last log line, and print completions of the last step; None if

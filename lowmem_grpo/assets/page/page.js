@@ -287,6 +287,8 @@ function sampleCard(sample) {  // an episode by its turns, or a completion
   return make("article", "card", make("div", "facts", judged(sample), make("b", "", "reward " + number(sample.reward)),
     facts.filter(Boolean).map(words => make("span", "quiet", words))),
   sample.prompt && said("context", "prompt", sample.prompt),
+  sample.images && make("p", "images", sample.images.map((name, place) => samples.pictures?.[name]
+    && set(make("img"), { src: samples.pictures[name], alt: "image " + (place + 1) + " of the prompt" }))),
   sample.completion != null && said("sampled", "completion", sample.completion), turns,
   make("p", "over", "\u25a0 ended by ", make("b", "", sample.ending || sample.finish_reason), words && ": " + words));
 }

@@ -1,6 +1,7 @@
 """The report of a run: one HTML file of at most `MOST_BYTES` that opens offline, with its curves, samples and settings.
 Model text reaches the page only as JSON, which the page's script inserts as text."""
 
+import base64
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -12,9 +13,9 @@ from typing import Any, TypeVar
 
 from lowmem_grpo.runs.accuracy import KINDS
 from lowmem_grpo.runs.files import move
-from lowmem_grpo.runs.records import COMPLETIONS, METRICS, REPORT, SUMMARY, json_object, read_lines
+from lowmem_grpo.runs.records import COMPLETIONS, METRICS, PICTURES, REPORT, SUMMARY, json_object, read_lines
 from lowmem_grpo.runs.trajectory import ENDINGS
-from lowmem_grpo.runs.views.chart import LINES, css, how_smoothed
+from lowmem_grpo.runs.views.chart import LINES, css, even_places, how_smoothed
 from lowmem_grpo.runs.views.charts import deciding, figures, split_flat, taught
 from lowmem_grpo.runs.views.headline import Warned, alarms_in_words, count_alarms, headline
 from lowmem_grpo.runs.views.samples import Record, clipped, commonest, fitting, json_text, shown_sample
@@ -23,6 +24,7 @@ from lowmem_grpo.utils import count_text
 MOST_BYTES = 500_000
 MOST_POINTS, ALL_POINTS = 600, 6000  # points per line, and of all lines together
 MAX_SAMPLES = 1500  # more would make the page slow to open
+LARGEST_PICTURE = 16_000  # bytes of a file
 MOST_PAIRS, LONGEST_OF_PAIR = 8, 1000  # number of before-and-after pairs, and characters of a text
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 HEAD = """<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -48,6 +50,7 @@ class RunSnapshot:
     alarms: dict[str, Warned]
     note: str = ""  # text above the curves
     state: str = ""  # overrides the summary's status: running, killed or silent
+    folder: Path | None = None  # of its pictures
 
 
 def write_report(run_dir: Path) -> Path:
@@ -56,7 +59,7 @@ def write_report(run_dir: Path) -> Path:
     rows = rows_of_run(run_dir)
     completions, summary = completions_of_run(run_dir), summary_of_run(run_dir)
     snapshot = RunSnapshot(run_dir.resolve().name, rows, [shown_sample(line) for line in completions], completions,
-                           len(completions), count_alarms(rows))
+                           len(completions), count_alarms(rows), folder=run_dir / PICTURES)
     report, partial = run_dir / REPORT, run_dir / f"{REPORT}.partial"
     shown = from_summary(lambda summary: content(snapshot, summary), summary)
     partial.write_text(one_file(shown), encoding="utf-8", errors="replace")
@@ -111,10 +114,23 @@ def content(run: RunSnapshot, summary: Record, most_bytes: int = MOST_BYTES, all
     }
     sampled = {"logged": run.logged, "right": right if len(right) == 1 else [], "endings": ENDINGS}
     room = most_bytes - len(one_file(shown | {"samples": sampled}).encode(errors="replace")) - 1000  # for the note
-    kept = fitting(run.samples, MAX_SAMPLES, room)
+    kept = fitting(run.samples, MAX_SAMPLES, room // 2 if any("images" in sample for sample in run.samples) else room)
+    if found := pictures(kept, run.folder, room // 2):
+        sampled["pictures"] = found
     if kept or not taught(summary):
         shown["samples"] = sampled | {"note": left_out(len(kept), run.logged), "rows": kept}
     return shown
+
+
+def pictures(samples: list[Record], folder: Path | None, room: int) -> dict[str, str]:
+    """Return the data URI of each image of the samples, or of as many as `room` bytes hold, evenly spaced."""
+    names = list(dict.fromkeys(name for sample in samples for name in sample.get("images", ())))
+    files = [] if folder is None else [(name, folder / f"{name}.jpg") for name in names]
+    found = {name: f"data:image/jpeg;base64,{base64.b64encode(path.read_bytes()).decode()}"
+             for name, path in files if path.is_file() and path.stat().st_size <= LARGEST_PICTURE}
+    largest = max((len(name) + len(uri) + 6 for name, uri in found.items()), default=1)
+    shown, most = list(found), room // largest
+    return {shown[place]: found[shown[place]] for place in (even_places(len(shown), most) if most > 1 else ())}
 
 
 def missing(run: RunSnapshot, summary: Record) -> list[str]:

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from statistics import fmean
 from typing import Any
 
+from lowmem_grpo.runs.records import PICTURE
 from lowmem_grpo.runs.views.chart import even_places
 from lowmem_grpo.utils import visible
 
@@ -14,7 +15,7 @@ Record = dict[str, Any]
 LONGEST, SHORTEST = 4000, 80  # characters of a text; texts of an episode are cut further, down to SHORTEST
 TEXTS = 3  # the texts of an episode together may have TEXTS * LONGEST characters
 MOST_TURNS, MOST_OF_A_TURN = 40, 20  # turns of an episode; calls and replies of a turn
-MOST_REWARDS, LONGEST_NAME = 64, 200
+MOST_REWARDS, LONGEST_NAME, MOST_IMAGES = 64, 200, 8
 LARGEST = 1e300  # larger values cannot be drawn
 LAST_STEPS, MOST_COMMON = 5, 5  # steps of which the commonest completions are shown, and their number
 WHOLE_GROUP = 8  # completions of a step worth keeping together, before steps are left out
@@ -35,6 +36,8 @@ def shown_sample(record: Record) -> Record:
     sample = fields_of(record, OF_SAMPLE, LONGEST)
     if not isinstance(record.get("prompt"), str | None):
         sample["prompt"] = clipped(json.dumps(record["prompt"], ensure_ascii=False), LONGEST)
+    if isinstance(names := record.get("images"), list):
+        sample["images"] = [name for name in names[:MOST_IMAGES] if isinstance(name, str) and PICTURE.fullmatch(name)]
     if isinstance(rewards := record.get("rewards"), dict):
         sample["rewards"] = {name[:LONGEST_NAME]: value for name, value in list(rewards.items())[:MOST_REWARDS]
                              if value is None or fits(value, NUMBER)}

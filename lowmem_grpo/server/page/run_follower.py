@@ -9,7 +9,7 @@ from statistics import fmean
 from threading import Lock
 from typing import Any, BinaryIO
 
-from lowmem_grpo.runs.records import COMPLETIONS, METRICS, SUMMARY, finite, json_object, step_record
+from lowmem_grpo.runs.records import COMPLETIONS, METRICS, PICTURES, SUMMARY, finite, json_object, step_record
 from lowmem_grpo.runs.views.chart import Chart
 from lowmem_grpo.runs.views.charts import figures, is_drawn
 from lowmem_grpo.runs.views.headline import PREFIX, Warned, count_alarms
@@ -221,7 +221,8 @@ class RunFollower:
         with self.lock:
             snapshot = RunSnapshot(
                 self.path.resolve().name, self.series.rows(), self.samples.samples(), self.judged.samples(),
-                self.logged, dict(self.series.warned), self.note(), state if state in NOW else "")
+                self.logged, dict(self.series.warned), self.note(), state if state in NOW else "",
+                self.path / PICTURES)
         return from_summary(lambda summary: content(snapshot, summary, PAGE_BYTES, PAGE_POINTS),
                             json_file(self.path / SUMMARY))
 

@@ -1,5 +1,6 @@
 """The report page: what it needs, what it shows, and that model text cannot break out of it."""
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -304,3 +305,24 @@ def test_what_is_at_zero_in_every_step_is_a_sentence_and_no_chart(tmp_path: Path
     assert "Reward" in page.titles(), "a reward of 0 is what a run is about"
     page = page_of(tmp_path, [metric(1, **flat), metric(2, **flat | {"kl": 0.1})])
     assert "KL divergence" in page.titles()
+
+
+def test_pictures_stand_beside_completions_are_fewer_where_the_page_is_full_and_no_other_file_is_read(
+    tmp_path: Path
+) -> None:
+    names = [f"{number:032x}" for number in range(300)]
+    (tmp_path / "pictures").mkdir()
+    for name in names:
+        (tmp_path / "pictures" / f"{name}.jpg").write_bytes(bytes(3000) + name.encode())
+    (tmp_path / "pictures" / f"{names[0]}.jpg").write_bytes(bytes(20_000))  # too large for a small picture
+    (tmp_path / "secret.jpg").write_bytes(b"secret")
+    lines = [completion(step, ATTACK) | {"images": [name, "../secret", ATTACK, 7, "f" * 32]}
+             for step, name in enumerate(names, start=1)]
+    page = page_of(tmp_path, [metric(step) for step in range(1, 301)], lines)
+    assert len(page.source.encode()) <= MOST_BYTES and ATTACK not in page.source
+    shown = page.data["samples"]["pictures"]
+    assert 20 < len(shown) < 299 and {names[1], names[-1]} <= shown.keys() <= set(names[1:])
+    for name, uri in shown.items():
+        head, _, data = uri.partition(",")
+        assert head == "data:image/jpeg;base64" and base64.b64decode(data) == bytes(3000) + name.encode()
+    assert all(row["images"] == [names[row["step"] - 1], "f" * 32] for row in page.data["samples"]["rows"])
