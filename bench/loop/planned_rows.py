@@ -4,24 +4,37 @@ known card.
     python -m bench.loop.planned_rows
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from bench.common.rows import RESULTS, read_rows
 from bench.common.targets import OURS
 from bench.loop.inputs import loop_shape
 from bench.rollout.shapes import LORA_RANK, SHAPES, Shape
-from lowmem_grpo.memory import cards
+from lowmem_grpo.memory import cards, time_plan
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import RunSettings, Workload
 from lowmem_grpo.memory.planner import plan
 from lowmem_grpo.memory.time_plan import TimePlan, plan_time
 
+ENGINES = ("vllm", "transformers")
 HEAD = """| run | model, engine, layers | sampling | training | rest | step |
 |---|---|---|---|---|---|"""
 # the providers with our own engine, and the weights with which they sampled in all rows
 OWN = {f"{OURS}_transformers": "4bit", f"{OURS}_16bit": "16bit"}
+# what the code of rows before this day launched, its host's waits, and its passes over logits; today's does less
+CHANGED, THEN = "2026-11-30", {
+    "LAUNCHES_FORWARD": 36, "LAUNCHES_BACKWARD": 88, "LAUNCHES_AGAIN": 30, "LAUNCHES_DEQUANTIZE": 0,
+    "SAMPLER_US": {"vllm": (150.0, 18.0), "transformers": (200.0, 0.0)}, "SAMPLER_PASSES": dict.fromkeys(ENGINES, 30)}
 PARTS = {"sampling": ("generate",), "training": ("train", "optimizer")}  # a phase: the phases of a row
+
+
+def of_its_day(row: dict[str, Any], wide: bool) -> AbstractContextManager[None]:
+    """Return a context in which the plan counts what the code of a row launched; `wide` if it sampled in 16 bits."""
+    before = THEN | {"LAUNCHES_DECODE": time_plan.LAUNCHES_DECODE | ({"vllm": 22} if wide else {})}
+    return patch.multiple(time_plan, **(before if row["date"] < CHANGED else {}))
 
 
 def planned(size: Shape, card: str, engine: str, **settings: Any) -> TimePlan:
@@ -39,8 +52,9 @@ def planned(size: Shape, card: str, engine: str, **settings: Any) -> TimePlan:
 def of_loop(row: dict[str, Any], card: str) -> list[str]:
     """Return the cells of a whole step. A row with layer inputs on the host recomputed all layers."""
     own, again = OWN.get(row["provider"]), bool(row["planned"]["host_bytes"])
-    time = planned(loop_shape(row["shape"], row["prompts"]), card, "transformers" if own else "vllm",
-                   checkpointing="offload" if again else "auto", sampling_weights=own)
+    with of_its_day(row, wide=own != "4bit"):
+        time = planned(loop_shape(row["shape"], row["prompts"]), card, "transformers" if own else "vllm",
+                       checkpointing="offload" if again else "auto", sampling_weights=own)
     found = {phase: sum(row["phases"][part] for part in parts) for phase, parts in PARTS.items()}
     wanted = {"sampling": time.generate_seconds or 0.0, "training": time.train_seconds or 0.0}
     found["rest"], wanted["rest"] = (total - sum(each.values()) for total, each in (
@@ -53,7 +67,8 @@ def of_loop(row: dict[str, Any], card: str) -> list[str]:
 
 def of_rollout(row: dict[str, Any], card: str) -> list[str]:
     """Return the cells of sampling alone, in 4 bits; a row's p50 is tokens per second."""
-    time = planned(SHAPES[row["shape"]], card, "vllm", checkpointing="auto", sampling_weights="4bit")
+    with of_its_day(row, wide=False):
+        time = planned(SHAPES[row["shape"]], card, "vllm", checkpointing="auto", sampling_weights="4bit")
     return [row["run"], "8B, vLLM in 4 bits", seconds(row["tokens"] / row["p50"], time.generate_seconds or 0.0),
             "", "", ""]
 

@@ -29,18 +29,22 @@ L2 = 24e9  # bytes/s per multiprocessor and GHz; an assumption (5.6 TB/s for an 
 LANES = 128e9  # instructions/s per multiprocessor and GHz: four warps of 32 lanes
 # Launches per layer, counted without a card by bench/launches.py on a small 4-bit model with LoRA; a test compares them
 # with it. Microseconds are the host's, except for graphs.
-LAUNCHES_FORWARD, LAUNCHES_BACKWARD = 36, 88  # per micro-batch; the backward pass recomputes the forward pass
+LAUNCHES_FORWARD, LAUNCHES_BACKWARD = 30, 56  # per micro-batch; the backward pass recomputes the forward pass
+LAUNCHES_AGAIN, LAUNCHES_DEQUANTIZE = 24, 6  # of these: for recomputing, and for dequantizing in each pass
 LAUNCHES_DECODE = {"vllm": 15, "transformers": 18}  # per decode step in a CUDA graph; the second from an H100's profile
-HOST_US_PER_LAUNCH = 140.0  # torch, autograd, our Python, as a micro-batch of few tokens took 0.45 s on an H100's host
+HOST_US_PER_LAUNCH = 133.0  # torch, autograd, our Python, as a micro-batch of few tokens took 0.45 s on an H100's host
+# with 94 launches in each of 36 layers; no other host was measured
 WAITS = 0.18  # share of the shorter of host and card in a pass that the longer one waits for: with our engine, training
 # took 0.53 s on an H100 where the host took 0.44 s and the card 0.37 s
-GRAPH_US_PER_LAUNCH = 4.6  # on the card: 2.5 ms of a token's 5.7 in vLLM's small kernels of 36 layers, on an H100; with
-# LoRA's and attention's bytes at 64 rows, so it is too much for few rows
+GRAPH_US_PER_LAUNCH = 4.6  # on the card, beside the weights' bytes: from an H100's row in 4 bits, with LoRA's and
+# attention's bytes at 64 rows, so it is too much for few rows
+GRAPH_US_WIDE = 3.1  # with 16-bit weights: 22 launches (15 now) in each of 36 layers took 2.5 ms of vLLM's token
 RECORD_SECONDS = 0.15  # per CUDA graph of the transformers engine; an assumption, 0.35 on slow hosts
 EAGER_LAYER_US = 2500.0  # per layer and pass of the transformers engine without a graph; prefill on an H100's host
 # Per decode step, and per row of it, while the card waits for the host. On an H100 vLLM's token of 64 rows waited 1.3
-# ms; that nearly all of it is work per row is an assumption.
-SAMPLER_US = {"vllm": (150.0, 18.0), "transformers": (200.0, 0.0)}
+# ms; that nearly all of it is work per row is an assumption. Since then, 2 us a row went with the objects of
+# log-probabilities, on a CPU, and half of our engine's operations.
+SAMPLER_US = {"vllm": (150.0, 16.0), "transformers": (100.0, 0.0)}
 # Over a decode step's float32 logits: softmax, log-probabilities, drawing, on an H100; ours (kernels/draw_tokens.py),
 # counted: the head writes them, a graph copies them, one kernel reads them.
 SAMPLER_PASSES = {"vllm": 30, "transformers": 4}
@@ -121,6 +125,12 @@ class StepTime:
         return 1 - (self.settings.kept_layers or 0) / self.shape.layers if self.settings.checkpointing else 0.0
 
     @property
+    def lent(self) -> bool:
+        """True if training passes read weights in 16 bits, as stored or as sampling holds them."""
+        settings = self.settings
+        return settings.form == BITS_16 or (settings.sampling_weights == "16bit" and not settings.sleeps)
+
+    @property
     def grouped(self) -> bool:
         return (self.settings.head_groups or 1) > 1
 
@@ -183,7 +193,8 @@ class StepTime:
         card += self.move(moved) + self.multiply(shape.vocabulary * shape.hidden, rows)
         if self.eager:
             return max(card, shape.layers * EAGER_LAYER_US * 1e-6)
-        graph = shape.layers * LAUNCHES_DECODE[settings.engine] * GRAPH_US_PER_LAUNCH
+        wide = settings.sampling_weights == "16bit" and rows > self.few
+        graph = shape.layers * LAUNCHES_DECODE[settings.engine] * (GRAPH_US_WIDE if wide else GRAPH_US_PER_LAUNCH)
         step, row = SAMPLER_US[settings.engine]
         return card + (graph + step + row * rows) * 1e-6
 
@@ -236,9 +247,10 @@ class StepTime:
         trained = self.work.sequences * self.work.completion_length
         head = 4 * trained * shape.vocabulary * shape.hidden / self.speed.products * HEAD_FACTOR
         host = self.micro_batches * shape.layers * HOST_US_PER_LAUNCH * 1e-6
-        launches = LAUNCHES_BACKWARD - (1 - self.recomputed) * LAUNCHES_FORWARD
-        return {"forward": (sum(count * forward for count, (forward, _) in layers) + head, host * LAUNCHES_FORWARD),
-                "backward": (sum(count * backward for count, (_, backward) in layers), host * launches)}
+        launches = LAUNCHES_FORWARD, LAUNCHES_BACKWARD - (1 - self.recomputed) * LAUNCHES_AGAIN
+        hosts = [host * (number - self.lent * LAUNCHES_DEQUANTIZE) for number in launches]
+        return {"forward": (sum(count * forward for count, (forward, _) in layers) + head, hosts[0]),
+                "backward": (sum(count * backward for count, (_, backward) in layers), hosts[1])}
 
     def layer_passes(self) -> tuple[float, float]:
         """Return the card's seconds of an average layer in a forward and in a backward pass, with recomputation."""
@@ -256,7 +268,7 @@ class StepTime:
         products of their LoRA count `lora` times."""
         tile, mlp = self.settings.mlp_tile, [linear for linear in linears if linear.name in MLP]
         tiles = ceil(self.work.places / self.micro_batches / tile) if tile else 1
-        seconds = self.dequantize(linears) + (tiles - 1) * self.dequantize(mlp)
+        seconds = 0.0 if self.lent else self.dequantize(linears) + (tiles - 1) * self.dequantize(mlp)
         return self.micro_batches * seconds + self.products(linears, lora)
 
     def products(self, linears: list[Linear], lora: int) -> float:
