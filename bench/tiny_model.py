@@ -14,8 +14,9 @@ commit ffa86c4b.
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -113,7 +114,10 @@ def loss_of(model: Qwen2ForCausalLM, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model.lm_head(hidden[trained]).float(), labels[:, 1:][trained])
 
 
-def train(model: Qwen2ForCausalLM, data: Iterator[Batch], steps: int, learning_rate: float = 2e-3) -> None:
+def train(
+    model: Any, data: Iterator[Any], steps: int, learning_rate: float = 2e-3,
+    loss_of: Callable[[Any, Any], torch.Tensor] = loss_of,
+) -> None:
     """Train all weights. The learning rate rises over WARM_UP steps and falls as a cosine to 0 at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
     losses: list[torch.Tensor] = []

@@ -10,6 +10,7 @@ import ast
 import inspect
 import json
 import math
+import re
 import textwrap
 import tomllib
 from collections import Counter
@@ -217,7 +218,7 @@ def peaks(size: str) -> list[str]:
 
 def planned(size: str, preset: Preset, config: GRPOConfig, engine: str = "vllm") -> tuple[float, float]:
     """Return the planned peaks in GiB, on the card and on the host, of a run that samples with this engine."""
-    shape = preset.model.partition("/")[2].removesuffix("-Instruct").replace("-Coder", "")
+    shape = re.sub("-Instruct|-Coder|-VL", "", preset.model.partition("/")[2])
     asked = RunSettings(
         preset.max_seq_length, config.num_generations, preset.lora_rank, optim=config.optim,
         completions_per_step=config.completions_per_step, engine=engine,

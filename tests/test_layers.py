@@ -50,7 +50,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "server": {"anyio", "fastapi", "google", "jinja2", "peft", "pydantic", "safetensors", "starlette",
                "transformers", "uvicorn", "zstandard"},
     "agents": {"openai", "pydantic", "tenacity", "tqdm"},
-    "recipes": {"click", "datasets", "jinja2", "pydantic", "rich"},
+    "recipes": {"PIL", "click", "datasets", "jinja2", "pydantic", "rich"},
     "cli": {"click"}, "__main__": {"click"},
     "integrations": {"packaging", "peft", "transformers", "trl"},
 }

@@ -25,9 +25,10 @@ TINY = "tiny"  # a model that ships with the package, and trains on a CPU in min
 TINY_GAMES = "tiny-games"  # plays games
 TINY_INBOX = "tiny-inbox"  # searches mails
 TINY_TALKS = "tiny-talks"  # plays 2048, asks questions and answers them
+TINY_SHAPES = "tiny-shapes"  # answers questions about pictures
 logger = logging.getLogger(__name__)
 GGUF_OF_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*/.+")
-EMBEDDED = (TINY, TINY_GAMES, TINY_INBOX, TINY_TALKS)
+EMBEDDED = (TINY, TINY_GAMES, TINY_INBOX, TINY_TALKS, TINY_SHAPES)
 SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # config fields that list unquantized modules
 PLAIN_ONE = ("take the model's checkpoint in 16 bits (in its name there is no {0}), and load it with load_in_4bit=True "
              "or load_in_fp8=True")

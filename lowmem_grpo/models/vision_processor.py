@@ -85,11 +85,16 @@ def flat(images: Any) -> list[Any]:
     return [one for each in images for one in flat(each)] if isinstance(images, (list, tuple)) else [images]
 
 
+def need_pillow() -> None:
+    """Raise ImportError with the fix where Pillow is missing."""
+    if find_spec("PIL") is None:
+        raise ImportError("images need Pillow, which is not installed: pip install 'lowmem-grpo[vision]'")
+
+
 def load_processor(path: str, tokenizer: Any, min_pixels: int | None = None, max_pixels: int | None = None,
                    **where: Any) -> Any:
     """Return the processor of a stored model around this tokenizer. `min_pixels` and `max_pixels` bound an image."""
-    if find_spec("PIL") is None:
-        raise ImportError("a model of images needs Pillow, which is not installed: pip install 'lowmem-grpo[vision]'")
+    need_pillow()
     bounds: dict[str, Any] = {name: value for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels))
               if value is not None}
     tokenizer.of_processor = True

@@ -6,6 +6,7 @@ RECIPES = {
     "countdown": "reach a target from given numbers with + - * /: generated puzzles",
     "proximity": "learn a new answer format by SFT, then GRPO with higher rewards for closer answers",
     "instructions": "following instructions that a program can check, as in IFEval: generated prompts",
+    "shapes": "questions about generated pictures, for models that read images",
     "email": "replies to e-mails, with a reward for each quality of a good reply",
     "code": "small Python functions that must pass their tests in a sandbox",
     "judge": "summaries that a language model compares and scores (RULER)",

@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 from rich.console import Console
 
-from lowmem_grpo import FastLanguageModel, GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
+from lowmem_grpo import FastVisionModel, GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
 from lowmem_grpo.engines.request_output import LoraRequest
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.peaks import keep_to
@@ -20,7 +20,7 @@ from lowmem_grpo.rollout.assessment import answer, rows_of
 from lowmem_grpo.runs.accuracy import Answers, accuracy_by_kind, changed_first
 from lowmem_grpo.runs.accuracy import compared as difference
 from lowmem_grpo.runs.files import write_card
-from lowmem_grpo.runs.records import FINAL, RunRecords
+from lowmem_grpo.runs.records import FINAL, RunRecords, prompt_text
 from lowmem_grpo.runs.saved_adapter import last_good
 from lowmem_grpo.runs.views.console import any_console, print_accuracy, print_kinds, print_line, print_samples
 from lowmem_grpo.trainer.distributed import ranks
@@ -167,16 +167,17 @@ def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
 
 
 def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
-    """Load the model of a setup and add LoRA to it; return it with its tokenizer."""
+    """Load the model of a setup and add LoRA to it; return it with its tokenizer or, if it reads images, its
+    processor."""
     keep_to(setup.card_share)
     logger.info("loading %s, %s weights, context %d", setup.model, setup.weights, setup.max_seq_length)
-    bare, tokenizer = FastLanguageModel.from_pretrained(
+    bare, tokenizer = FastVisionModel.from_pretrained(  # which loads models of text too
         setup.model, max_seq_length=setup.max_seq_length, load_in_4bit=setup.load_in_4bit,
         load_in_fp8=setup.load_in_fp8, fast_inference=setup.fast_inference, kv_cache_dtype=setup.kv_cache_dtype,
     )
-    return FastLanguageModel.get_peft_model(bare, r=setup.lora_rank, lora_alpha=setup.lora_alpha,
-                                            random_state=setup.config.seed,
-                                            use_gradient_checkpointing=setup.checkpointing), tokenizer
+    return FastVisionModel.get_peft_model(bare, r=setup.lora_rank, lora_alpha=setup.lora_alpha,
+                                          random_state=setup.config.seed,
+                                          use_gradient_checkpointing=setup.checkpointing), tokenizer
 
 
 def reward_functions(lesson: Lesson, model: FastPeftModel) -> RewardFunctions:
@@ -250,7 +251,7 @@ def side_by_side(dataset: Any, before: Answers, after: Answers) -> list[dict[str
     """Return SHOWN problems with the answers before and after. Problems that turned right or wrong come first."""
     verdicts = [(old[0], new[0]) for old, new in zip(before.right, after.right, strict=True)]
     return [
-        {"prompt": dataset[place]["prompt"][-1]["content"], "answer": dataset[place].get("answer"),
+        {"prompt": prompt_text(dataset[place]["prompt"][-1:]), "answer": dataset[place].get("answer"),
          "before": before.texts[place][0], "after": after.texts[place][0],
          "right_before": verdicts[place][0], "right_after": verdicts[place][1]}
         for place in changed_first(verdicts, SHOWN)

@@ -26,8 +26,8 @@ class RecipeOptions:
     gpu: str = "auto"
     """The preset: a card size in GB (8, 16, 24, 48, 80), "cpu", or "auto" for the largest that fits this machine."""
     model: str | None = None
-    """A hub model, a folder, or an embedded model ("tiny", "tiny-games", "tiny-talks" or "tiny-inbox"). None: the
-    preset's model."""
+    """A hub model, a folder, or an embedded model ("tiny", "tiny-games", "tiny-talks", "tiny-inbox" or "tiny-shapes").
+    None: the preset's model."""
     load_in_4bit: bool | None = None
     """Load the base model in 4 bits. None: False for an embedded model or with load_in_fp8=True, otherwise True."""
     load_in_fp8: bool = False

@@ -146,7 +146,7 @@ def fault(options: RecipeOptions, defaults: dict[str, Any], preset: Preset) -> s
     try:
         config = GRPOConfig(**(defaults | preset.settings | options.config))
         longest_prompt(config.max_prompt_length, config.max_completion_length, context)
-        check_stored(resolve(model), model, None, context)
+        check_stored(resolve(model), model, None, context, vision=True)
         if config.use_vllm and options.engine == TRANSFORMERS:
             return "use_vllm=true and engine=transformers contradict each other; leave one of them out"
     except (ValueError, TypeError) as error:

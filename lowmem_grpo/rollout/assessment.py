@@ -33,7 +33,7 @@ def answer(
 ) -> Answers:
     """Sample `params.n` answers to each row, in batches of about `together` answers. An answer is right if the first
     function returns more than 0 for it. The values of each other function are averaged."""
-    prompts = [row["prompt"] for row in rows]
+    prompts = prompts_of(model, rows)
     outputs = [output for part, seed in parts(prompts, params, together) for output in
                model.fast_generate(part, seeded(params, seed).of_call(len(part)), adapter)]
     completions = [completion for output in outputs for completion in output.outputs]
@@ -45,6 +45,19 @@ def answer(
     return Answers(in_rows(texts, params.n), in_rows([bool(verdict) for verdict in verdicts], params.n),
                    verdicts.count(None), sum(len(completion.token_ids) for completion in completions),
                    sum(completion.finish_reason == "length" for completion in completions), metrics)
+
+
+def prompts_of(model: Any, rows: list[dict[str, Any]]) -> list[Any]:
+    """Return the rows' prompts, with their pictures in vLLM's form; DataError for images if the model reads text."""
+    if model.loaded.processor is None:
+        for row in rows:
+            stream.refuse_images([], row, "the dataset")
+        return [row["prompt"] for row in rows]
+    from lowmem_grpo.data.images import pictures_of  # imports PIL
+
+    held = [(row["prompt"], pictures_of(row)) for row in rows]
+    return [{"prompt": prompt, "multi_modal_data": {"image": pictures}} if pictures else prompt
+            for prompt, pictures in held]
 
 
 def parts(prompts: list[Any], params: SamplingParams, together: int) -> Iterator[tuple[list[Any], int]]:
@@ -82,7 +95,7 @@ def mean(values: list[float | None]) -> float:
 def rows_of(dataset: Any, limit: int | None) -> list[dict[str, Any]]:
     """Return those of the first `limit` rows that have a prompt; warn of empty prompts. ValueError if all are empty."""
     check_dataset(dataset)
-    dataset = stream.rows_of(dataset)
+    dataset = stream.rows_of(dataset, images=True)
     rows = [dataset[index] for index in range(min(len(dataset), limit or len(dataset)))]
     usable = [row for row in rows if row["prompt"]]
     if not usable:

@@ -59,8 +59,12 @@ def content_text(message: "Message") -> str:
     content = message.get("content") or ""
     if not isinstance(content, list):
         return str(content)
-    return "\n".join(str(block.get("text", f"[{block.get('type')}]")) if isinstance(block, dict) else str(block)
-                     for block in content)
+    return "\n".join(block_text(block) if isinstance(block, dict) else str(block) for block in content)
+
+
+def block_text(block: dict[str, Any]) -> str:
+    said = block.get("text")  # None too, where other blocks of a dataset's column have text
+    return f"[{block.get('type')}]" if said is None else str(said)
 
 
 def speaker(reply: dict[str, Any]) -> str:

@@ -69,8 +69,8 @@ def test_every_preset_fits_its_card_and_so_do_newer_models_with_the_engine_that_
 
 
 def shape_of(model: str) -> dict[str, Any]:
-    """The shape of a model of a preset: coders have the layers of other models."""
-    return named_config(model if model in OTHER_MODELS else model.partition("/")[2].replace("-Coder", ""))
+    """The shape of a model of a preset: coders and models of images have the layers of other models."""
+    return named_config(model if model in OTHER_MODELS else re.sub("-Coder|-VL", "", model.partition("/")[2]))
 
 
 def test_a_share_of_a_card_is_planned_as_a_smaller_card() -> None:
