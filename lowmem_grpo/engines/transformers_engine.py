@@ -119,6 +119,7 @@ class TransformersEngine:
             seed = time.time_ns() % 2**63 if params.seed is None or part is None else params.seed
             numbers = shared_numbers(seed, len(budgets), device, part)
         self.kv_bytes = 0
+        self.policy.inputs.prepare(prompts)
         self.pace.start_call()
         self.decode(GenerationState(prompts, params, numbers, torch.tensor(budgets, device=device), finished))
         groups = finished.result()

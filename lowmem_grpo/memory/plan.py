@@ -40,6 +40,7 @@ class RunSettings:
     kv_cache_dtype: str = AUTO  # vLLM's dtype of the KV cache
     longest_completion: int | None = None  # tokens; None: a completion may fill the context
     host_embedding: bool | None = None
+    host_tower: bool | None = None  # a vision tower waits on the host until it encodes images
     optim: str | None = None
     sampling_weights: str | None = None  # for quantized weights: "16bit" dequantizes them once per sampling phase
     sequences: int | None = None  # decoded together; None: one group

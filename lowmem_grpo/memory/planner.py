@@ -92,7 +92,8 @@ def lowered(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan
     """Return a plan with the fastest settings, each changed to a slower one if that lowers a peak that is too high."""
     fastest: dict[str, Any] = {"max_tokens": together(asked, device) * asked.context, "spread": paid_spread(asked),
                                "mlp_tile": TILES[0], "chunk_rows": CHUNKS[0], "host_embedding": False,
-                               "optim": "adamw_torch_fused", "head_groups": 1}
+                               "optim": "adamw_torch_fused", "head_groups": 1,
+                               **({} if shape.vision is None else {"host_tower": False})}
     opened = {name: value for name, value in fastest.items() if getattr(asked, name) is None}
     draft = build(shape, replace(asked, **opened), device)
     choices: dict[str, Choice] = {}
@@ -228,6 +229,7 @@ def steps_down(asked: RunSettings, device: Device) -> list[Step]:
         *spreads(min(paid_spread(asked), 1.0), SPREADS[-1]),
         *(("chunk_rows", rows, "logits of fewer tokens at a time") for rows in CHUNKS[1:]),
         *(("mlp_tile", tile, "smaller tiles of the MLP") for tile in TILES[1:]),
+        ("host_tower", True, "the vision tower waits on the host until it encodes images"),
         ("host_embedding", True, "the input embedding is looked up on the host"),
         ("optim", PAGED, "optimizer states in 8 bits, on the host while they are not used"),
         *(("head_groups", count, "attention's gradient by groups of heads, each computed again") for count in GROUPS),

@@ -83,7 +83,7 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     tower = 0 if shape.vision is None else shape.vision.weight_bytes
     return [
         PlanRow("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
-        *([PlanRow("vision tower", tower, tower, note="frozen, 16 bits")] if tower else []),
+        *([PlanRow("vision tower", tower, tower, note="frozen, 16 bits")] if tower and not settings.host_tower else []),
         PlanRow("embedding", on_device, on_device, note=where),
         PlanRow("head", table, table, note="16 bits"),
         PlanRow("adapters", adapters, adapters, note=f"{lora_text(shape, settings, adapted)}, float32"),
@@ -185,6 +185,7 @@ def host_row(shape: ModelShape, settings: RunSettings) -> PlanRow:
     """Return the row of host memory: offloaded layer inputs, embedding, optimizer states, adapter, reward models."""
     inputs = max(step.host() for step in step_shapes(shape, settings))
     names = {"embedding": shape.host_bytes() if settings.host_embedding else 0,
+             "vision tower": shape.vision.weight_bytes if settings.host_tower and shape.vision is not None else 0,
              "optimizer": state_bytes(shape, settings)[1],
              "the reference adapter": settings.keeps_reference * trained_bytes(shape, settings),
              "reward models": settings.reward_host_bytes}

@@ -114,6 +114,9 @@ class TextInputs:
             raise ValueError("a prompt has images, and the model reads text only; leave the images out")
         return {"input_ids": ids, "position_ids": offsets}
 
+    def prepare(self, prompts: Sequence[list[int]]) -> None:
+        """Compute what a call's prompts need beforehand."""
+
     def shifts(self, prompts: Sequence[list[int]], device: torch.device) -> Tensor | None:
         """Return what is added to the index of a token after each prompt to get its position, (B,); None: nothing."""
         return None
@@ -197,7 +200,7 @@ class Policy:
         self.dropped: bool | None = None  # whether the last checkpointed pass had dropout
         self.lends_keys = row is not None and row.unlike_layers  # whether layers share keys and values
         self.host_embeddings = on_host(base)
-        self.device: torch.device = next(weight.device for weight in base.parameters() if not any(
+        self.device: torch.device = next(weight.device for weight in self.backbone.parameters() if not any(
             weight is table.weight for table in self.host_embeddings))
         self.rounds = autocast_dtype == torch.bfloat16 and self.device.type == "cpu" and has_amx()
         self.routed_places = follow_routes(base)  # indices of the layers with experts, which take routes

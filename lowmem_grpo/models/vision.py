@@ -7,7 +7,8 @@ features has (p, p + row, p + column), where p is its first position, and the te
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
@@ -121,6 +122,7 @@ class ImageInputs:
         self.tower, self.embed = whole.visual, whole.language_model.embed_tokens
         self.merge: int = whole.config.vision_config.spatial_merge_size
         self.store = store
+        self.waits = False  # whether the tower lies on the host until an image is to be encoded
         known = (getattr(whole.config, name, None) for name in ("image_token_id", "video_token_id"))
         self.never = torch.tensor([token for token in known if token is not None], device=self.embed.weight.device)
 
@@ -157,13 +159,35 @@ class ImageInputs:
 
     def features(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the features (1 + levels, n, D) of images, on the host; the tower reads those that are not known."""
-        made = dict[str, Tensor]()
-        for name in dict.fromkeys(names):
-            if name not in self.store.features:
-                self.encode(self.store.get(name))
-            made[name] = self.store.features[name]
+        needed, made = dict.fromkeys(names), dict[str, Tensor]()
+        with nullcontext() if self.store.features.keys() >= needed.keys() else self.tower_at_hand():
+            for name in needed:
+                if name not in self.store.features:
+                    self.encode(self.store.get(name))
+                made[name] = self.store.features[name]
         self.store.trim(made)
         return made
+
+    def prepare(self, prompts: Sequence[list[int]]) -> None:
+        """Encode the images of prompts, so that the tower may leave before a cache grows."""
+        self.features(span.name for ids in prompts for span in spans_of(ids))
+
+    def wait_on_host(self, waits: bool) -> None:
+        """Let the tower lie on the host until an image is to be encoded, or else beside the decoder."""
+        self.waits = waits
+        self.tower.to("cpu" if waits else self.embed.weight.device)
+
+    @contextmanager
+    def tower_at_hand(self) -> Iterator[None]:
+        """Return a context in which the tower lies beside the decoder."""
+        if not self.waits:
+            yield
+            return
+        self.wait_on_host(False)
+        try:
+            yield
+        finally:
+            self.wait_on_host(True)
 
     @torch.no_grad()
     def encode(self, picture: PatchedImage) -> None:

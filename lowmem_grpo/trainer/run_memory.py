@@ -27,6 +27,7 @@ from lowmem_grpo.models.lean_modules import MLP_TILE, LeanMLP
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.quantized_linear import form_of
 from lowmem_grpo.models.trained_set import TrainedSet
+from lowmem_grpo.models.vision import ImageInputs
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.types import RolloutGroup, TokenField
 from lowmem_grpo.utils import size_text
@@ -166,6 +167,8 @@ def plan_training(
         if engine == TRANSFORMERS:
             memory.rollout.planned = max(1, run_plan.concurrent_sequences)
         policy.head_groups = run_plan.settings.head_groups or 1
+        if isinstance(policy.inputs, ImageInputs):
+            policy.inputs.wait_on_host(bool(run_plan.settings.host_tower))
         policy.keeps_factors = run_plan.fits_with(EASE)  # the plan does not count their 2 bytes a number
         model.loaded.kept_layers = run_plan.settings.kept_layers or 0
         keep_layers(policy.base, model.loaded.kept_layers)

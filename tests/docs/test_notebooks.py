@@ -54,8 +54,9 @@ PROMISED = {
         "installed now: nothing, all was there", "finished: True", r"smollm2-135m-instruct-f16\.gguf: 271 MB",
         "prompt: .*\nllama.cpp: ", "the same answer as the model in training: [1-4] of 4"]),
     "questions_about_pictures": Shows(0, [
-        "tiny-shapes with the processor VisionProcessor", r"[?] Answer .* -> \w+", r"right before: \d+% of 128 questions",
-        "finished: True", r"right after: \d+%, before: \d+%", "learned: True", "adapter_model.safetensors"]),
+        "tiny-shapes with the processor VisionProcessor", r"[?] Answer .* -> \w+",
+        r"right before: \d+% of 128 questions", "finished: True", r"right after: \d+%, before: \d+%", "learned: True",
+        "adapter_model.safetensors"]),
     "your_first_agent": Shows(1, [
         "'unreadable', -1.0", r"before: found \d+% of 128 numbers", r"after: found \d+% of 128 numbers",
         "3 steps with a tool", "tool calculate: 252", "calls: 1 right: "]),

@@ -213,6 +213,21 @@ def test_a_model_of_images_holds_what_is_planned_and_hardly_more_than_its_text_m
     assert "image features" in {row.name for row in built.rows}
 
 
+def test_a_tower_waits_on_the_host_only_where_the_card_has_no_room_for_it() -> None:
+    name, vision, image = OF_IMAGES["qwen2_5_vl"]
+    text = named_config(name)
+    config = {"model_type": "qwen2_5_vl", "text_config": text | {"model_type": "qwen2_5_vl_text"},
+              "vision_config": vision}
+    settings = RunSettings(context=2048, num_generations=8, engine="transformers", image_tokens=image)
+    plans = {size: plan(config, settings, device(size)) for size in ("8.5GiB", "16GiB")}
+    assert all(each.fits for each in plans.values())
+    assert {size: each.settings.host_tower for size, each in plans.items()} == {"8.5GiB": True, "16GiB": False}
+    rows = {size: {row.name: row for row in each.rows} for size, each in plans.items()}
+    assert "vision tower" not in rows["8.5GiB"] and "vision tower" in rows["8.5GiB"]["host buffers"].note
+    assert rows["8.5GiB"]["host buffers"].host >= rows["16GiB"]["vision tower"].train > 2**30
+    assert plan(text, replace(settings, image_tokens=0), device("8.5GiB")).settings.host_tower is None
+
+
 def group_of_eight(prompt: int, completion: int) -> MicroBatch:
     """One prompt with eight completions, in one micro-batch."""
     rollouts = [Rollout([1] * completion, [0.0] * completion, "stop", advantage=1.0) for _ in range(8)]

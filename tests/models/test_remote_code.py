@@ -92,7 +92,7 @@ def test_a_model_without_a_class_for_text_is_refused_in_one_line(tmp_path: Path)
     folder, _ = planted(tmp_path / "planted", "AutoTokenizer")
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
     shutil.copy(TINY / "tokenizer_config.json", folder)
-    with pytest.raises(ValueError, match=r"is a model of images.*Take a text model"):
+    with pytest.raises(ValueError, match=r"is a model of images.*take a text model"):
         FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False)
 
 

@@ -1,5 +1,6 @@
 """A model of images computes in packs what plain transformers computes alone, and its tower reads an image once."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,19 @@ def test_the_tower_reads_each_image_once_for_all_passes_rollouts_and_micro_batch
     for batch in pack(groups, max_sequences=1):
         policy.logprobs(batch, 1.0)[0].sum().backward()
     assert sum(read) == policy.inputs.store.encoded == 2
+
+
+def test_a_tower_that_waits_on_the_host_comes_only_to_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, moves = policy_of("Qwen2_5_VL"), list[str]()
+    inputs, encode = policy.inputs, policy.inputs.encode
+    monkeypatch.setattr(inputs.tower, "to", lambda device: moves.append(str(device)))
+    monkeypatch.setattr(inputs, "embed", SimpleNamespace(weight=SimpleNamespace(device="beside")))
+    monkeypatch.setattr(inputs, "encode", lambda picture: (moves.append(picture.name), encode(picture)))
+    inputs.features(["owl"])
+    inputs.wait_on_host(True)
+    inputs.prepare([prompt_of("cat", 1, "dog", 2), prompt_of("owl", 2)])
+    inputs.features(["cat", "dog"])
+    assert moves == ["owl", "cpu", "beside", "cat", "dog", "cpu"]
 
 
 def test_images_used_least_recently_are_dropped_but_none_that_a_pass_needs(monkeypatch: pytest.MonkeyPatch) -> None:

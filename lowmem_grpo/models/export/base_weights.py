@@ -226,7 +226,7 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
     in_fp8 = {name: scale for name in whole if name.endswith(".weight") and (scale := scale_of(name, files.places))}
     beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(OF_ACTIVATIONS))}
     modules = set() if form == BITS_16 or in_4_bit or in_fp8 else linears_to_quantize(config, dtype)
-    names = names or (STORED_VISION if reads_images(config) else {})
+    names = names or (STORED_VISION if config is not None and reads_images(config) else {})
     stack = lru_cache(len(STACKS))(files.expert_stack)  # keeps the last stacks, those of one layer
     weights = []
     for name in sorted(whole - beside):
