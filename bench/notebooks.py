@@ -4,15 +4,16 @@
 
 FOLDER holds notebooks as their authors publish them. Each runs in a process and a temporary folder of its own.
 `changed` counts what is replaced: install and import lines, and assertions about versions (`imports`); the `model`, by
-the one in the package, names of layers that only the replaced one has, by its most similar ones, and the turns of its
-chat template; the `dataset`, by made rows with the same columns; the number of `steps`, by two. `device`: without a
-card, requests for one become requests for the CPU. `login`: there is no login to the hub, to wandb or to trackio,
-nothing is shown or uploaded there, and what was uploaded, under the author's name or a placeholder such as
-<your-model-id>, is read from this machine, with the small model's tokenizer if none was uploaded. `length`: the small
-model has a token for each byte, so `max_length` of SFTConfig and `max_model_len` of vLLM's own LLM are four times as
-long. It knows <think> and </think>, as many of the replaced models do. If a notebook stops, the verdict says in which
-cell (from 0) and why. Other files of FOLDER are copied beside each notebook, in place of those that it downloads.
-`reason`: the notebook runs, the package refuses it by name (and for which wish), or whose error it was.
+the one in the package (Qwen-VL, by the one that reads images), names of layers that only the replaced one has, by its
+most similar ones, and the turns of its chat template; the `dataset`, by made rows with the same columns; the number of
+`steps`, by two. `device`: without a card, requests for one become requests for the CPU. `login`: there is no login to
+the hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded, under the author's name or a
+placeholder such as <your-model-id>, is read from this machine, with the small model's tokenizer if none was uploaded.
+`length`: the small model has a token for each byte, so `max_length` of SFTConfig and `max_model_len` of vLLM's own LLM
+are four times as long. It knows <think> and </think>, as many of the replaced models do. If a notebook stops, the
+verdict says in which cell (from 0) and why. Other files of FOLDER are copied beside each notebook, in place of those
+that it downloads. `reason`: the notebook runs, the package refuses it by name (and for which wish), or whose error it
+was.
 """
 
 import ast
@@ -57,6 +58,7 @@ LAYERS = {  # of a replaced model: the most similar layer of the small one
     "w1": "gate_proj", **dict.fromkeys(("w2", "fc2", "shared_mlp.output_linear"), "down_proj"),
     **dict.fromkeys(("w3", "fc1", "gate_up_proj", "shared_mlp.input_linear"), "up_proj"),
 }
+QWEN_VL = re.compile(r"(?i)qwen(2[._]5|3)[-_]VL")  # models of images that load here
 GPT_OSS = "gpt-oss"
 FAMILIES = (  # of models that the package refuses by name (docs/families.md), by the model's name
     (GPT_OSS, "(?i)gpt.oss"),
@@ -81,9 +83,9 @@ COLUMNS = ("notebook", "steps", "cells", "changed", "time", "verdict")
 class NotebookChanges(public.Changes):
     """The changes to a notebook; `model` is the small model to use instead of its own."""
 
-    def __init__(self, model: str, has_card: bool) -> None:
+    def __init__(self, model: str, has_card: bool, of_images: str = "") -> None:
         super().__init__()
-        self.model, self.has_card = model, has_card
+        self.model, self.has_card, self.of_images = model, has_card, of_images or model
         self.folders: set[str] = set()  # that were named so far
         self.models: list[str] = []  # that were replaced
         self.own_template = False  # whether the notebook relies on the chat template of the replaced model
@@ -118,7 +120,7 @@ class NotebookChanges(public.Changes):
 
     def rename(self, constant: ast.Constant) -> None:
         self.models.append(str(constant.value))
-        constant.value = self.model
+        constant.value = self.of_images if QWEN_VL.search(str(constant.value)) else self.model
         self.counts["model"] += 1
 
     def visit_Call(self, node: ast.Call) -> Any:  # noqa: N802
@@ -180,7 +182,7 @@ def home_of(module: str, name: str) -> str:
     """Return the module from which a name is imported here."""
     root, _, rest = module.partition(".")
     if (module, name) == ("unsloth_zoo.utils", "Version"):
-        return "packaging.version"
+        return "bench.common.public_code"
     if root in ("unsloth", "unsloth_zoo"):
         return "lowmem_grpo.chat_templates" if rest == "chat_templates" else "lowmem_grpo"
     if root in ("trl", "vllm") and name in OURS:
@@ -412,7 +414,8 @@ def run(notebook: str, folder: str) -> public.Row:
     for beside in Path(notebook).parent.iterdir():  # files that a shell line would have downloaded
         if beside.is_file() and beside.suffix != ".ipynb":
             shutil.copy(beside, folder)
-    changes = NotebookChanges(small_model(Path(folder, "tiny")), torch.cuda.is_available())
+    changes = NotebookChanges(small_model(Path(folder, "tiny")), torch.cuda.is_available(),
+                              public.long_copy("tiny-shapes", Path(folder, "shapes")))
     changes.own_template = not any("get_chat_template(" in source for source in sources)
     texts = [changes.rewrite(source) for source in sources]
     script = "\n\n".join(f"# %% [{place}]\n{text}" for place, text in enumerate(texts))
@@ -423,7 +426,7 @@ def run(notebook: str, folder: str) -> public.Row:
         {id(value): value for value in names.values() if isinstance(value, Trainer)}))
     row = {"steps": [trainer.state.global_step for trainer in trainers.values()], **found, "cells": len(texts),
            "seconds": round(time.perf_counter() - began, 1), "changes": dict(changes.counts),
-           "models": sorted({*changes.models} - {changes.model}),
+           "models": sorted({*changes.models} - {changes.model, changes.of_images}),
            "asks": next((wish for wish, words in ASKS if any(map(words.search, sources))), "")}
     return row | {"reason": reason(row)}
 

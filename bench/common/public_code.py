@@ -12,11 +12,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import click
+import packaging.version
 from IPython.core.interactiveshell import InteractiveShell
 from rich.console import Console
 
@@ -68,8 +70,17 @@ def long_copy(model: str, folder: Path) -> str:
     """Return the path of a copy of an embedded model that takes CONTEXT tokens, also with transformers."""
     shutil.copytree(str(files("lowmem_grpo") / "assets" / model), folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+    config.get("text_config", config)["max_position_embeddings"] = CONTEXT
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def Version(name: str) -> Any:  # noqa: N802 - unsloth_zoo's name
+    """Return the version of a package or, as unsloth_zoo's function of this name does, that a text names."""
+    try:
+        return packaging.version.Version(version(name))
+    except PackageNotFoundError:
+        return packaging.version.Version(name)
 
 
 def called(node: ast.Call) -> str:

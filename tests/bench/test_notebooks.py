@@ -66,7 +66,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("f(target_modules=['w3', 'up_proj', 'fc1', 'lm_head', 'embed_tokens'])",  # what is not trained stays named
      "f(target_modules=['up_proj', 'lm_head', 'embed_tokens'])", "model"),
     ("from unsloth.trainer import A", "from lowmem_grpo import A", "imports"),
-    ("from unsloth_zoo.utils import Version", "from packaging.version import Version", "imports"),
+    ("from unsloth_zoo.utils import Version", "from bench.common.public_code import Version", "imports"),
     ("assert transformers.__version__ == '5.15.0'", "pass", "imports"),
 ])
 def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> None:
