@@ -69,6 +69,12 @@ def test_a_step_with_images_is_trls(family: str, tmp_path: Path) -> None:
     assert policy.inputs.store.encoded == 3
 
 
+def every_second(completions: list[Any], **_: Any) -> list[float]:
+    """Pay one of the two completions of each prompt, so that every step has a gradient."""
+    assert all(isinstance(completion[0]["content"], str) for completion in completions)
+    return [float(place % 2) for place in range(len(completions))]
+
+
 @pytest.mark.parametrize("images", [1, 2])
 @pytest.mark.parametrize("given_as", ["a name", "a model"])
 @pytest.mark.parametrize("trainer", [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)], ids=["GRPO", "RLOO"])
@@ -86,9 +92,8 @@ def test_models_rows_and_settings_of_trls_own_tests_train(
     args = settings(str(tmp_path / "run"), learning_rate=0.1, per_device_train_batch_size=2, num_generations=2,
                     max_completion_length=8, report_to="none", beta=0.1, log_completions=True, log_multimodal=False,
                     max_steps=2, disable_tqdm=True)
-    made = kind(model=model, reward_funcs=lambda completions, **_: [
-        float(len(completion[0]["content"])) for completion in completions], args=args, train_dataset=rows,
-        peft_config=peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    made = kind(model=model, reward_funcs=every_second, args=args, train_dataset=rows,
+                peft_config=peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
     before = {name: value.clone() for name, value in made.model.named_parameters()}
     made.train()
     assert made.state.log_history[-1]["train_loss"] is not None

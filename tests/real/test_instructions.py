@@ -22,7 +22,9 @@ def test_a_short_run_pays_an_answer_that_does_not_follow_or_says_nothing_of_kind
         words = re.findall(r"Use the words? (.*)\.$", wanted)
         follows = all(word in text for word in words[0].split(" and ")) if words else "," not in text
         paid = follows and len(set(re.findall(r"\w+", text))) >= 4
-        assert line["rewards"] == {"follows_instructions": paid, "instructions_followed": paid / 2}, line
+        over = min(max(line["tokens"] - 12, 0), 4) / 4  # DAPO's penalty, over the last quarter of 16 tokens
+        assert line["rewards"] == {"follows_instructions": paid, "instructions_followed": paid / 2,
+                                   "soft_overlong_reward_func": -over}, line
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert sum(kind["problems"] for kind in summary["kinds"].values()) == 4
     assert set(summary["kinds"]) <= {"punctuation:no_comma", "keywords:existence"} and "Problems" in done.output
