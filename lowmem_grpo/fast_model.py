@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -31,7 +31,7 @@ from lowmem_grpo.models.lora_targets import check_config, check_targets
 from lowmem_grpo.models.policy import Policy, end_ids, evaluating
 from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, tokenizer_beside
 from lowmem_grpo.models.quantized_linear import form_of, linears_in_4bit
-from lowmem_grpo.models.vision import store_of
+from lowmem_grpo.models.vision import ImageInputs, store_of
 from lowmem_grpo.models.vision_processor import with_saved_bounds
 from lowmem_grpo.runs.adapter_file import PREFIX, check_for, layers_of, read_adapter, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
@@ -149,7 +149,8 @@ class FastGeneration(Saving):
         cache. `input_ids` may also be the dictionary that a tokenizer returned."""
         args, kwargs = generate_inputs(args, kwargs)
         model: Any = super() if self.inner is self else self.inner
-        with evaluating(self.inner):
+        reader = Policy(self.inner).inputs if self.loaded.processor is not None else None
+        with evaluating(self.inner), reader.tower_at_hand() if isinstance(reader, ImageInputs) else nullcontext():
             return model.generate(*args, **kwargs)
 
 

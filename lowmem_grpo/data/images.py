@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from lowmem_grpo.data.prompt_inputs import chat_text, half_pair, is_message, text_ids
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, is_chat, no_chat, odd_role
@@ -38,6 +38,8 @@ def opened(value: Any) -> Image.Image:
         try:
             image = undecoded(value)
             check(image)
+            if image is not value:  # a file may say how it is to be turned; transformers and datasets do so
+                ImageOps.exif_transpose(image, in_place=True)
             return image.convert("RGB")
         except ImageError:
             raise
@@ -50,7 +52,7 @@ def opened(value: Any) -> Image.Image:
 
 
 def undecoded(value: Any) -> Image.Image:
-    """Return a picture as PIL's image, whose pixels are not read yet. ImageError for another kind of value."""
+    """Return a picture as PIL's image. ImageError for another kind of value."""
     if isinstance(value, Image.Image):
         return value
     if isinstance(value, Mapping) and {"bytes", "path"} & value.keys():
@@ -87,7 +89,7 @@ def check(image: Image.Image) -> None:
     """Raise ImageError for a picture that would lose what it shows."""
     if image.width * image.height > MOST_PIXELS:
         raise ImageError(f"has {image.width * image.height:,} pixels, at most {MOST_PIXELS:,} are read; resize it")
-    if getattr(image, "n_frames", 1) > 1:
+    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a photo with another one behind it
         raise ImageError(f"has {getattr(image, 'n_frames', 1)} frames; give one of them (image.seek(0); image.copy())")
     if image.mode in WIDE_MODES:
         raise ImageError(f"has values of more than 8 bits (PIL's mode {image.mode!r}), which would be cut off: scale "
@@ -144,7 +146,6 @@ class ImageReader:
                 raise ImageError(f"image {number} {error}") from None
         return made
 
-
     def encoded(self, prompt: Any) -> tuple[str, list[int]] | None:
         """Return the text and ids of a prompt with images: chat messages with pictures inside of parts, or vLLM's
         dictionary with `multi_modal_data`; None for any other prompt. ValueError if it cannot be read."""
@@ -185,12 +186,11 @@ class ImageEncoder(PromptEncoder):
         super().__init__(reader.tokenizer, *settings)
         self.reader = reader
 
-    def encode(self, row: dict[str, Any]) -> Prompt | str:
-        prompt = self.of_any_length(row)
+    def fitted(self, row: dict[str, Any], prompt: Prompt | str) -> Prompt | str:
         if isinstance(prompt, Prompt) and len(prompt.ids) > self.max_prompt_length and any(
                 isinstance(token, ImageToken) for token in prompt.ids):
             return f"prompt with images longer than {self.max_prompt_length} tokens"  # never cut
-        return super().encode(row)
+        return super().fitted(row, prompt)
 
     def of_any_length(self, row: dict[str, Any]) -> Prompt | str:
         said: Any = row.get("prompt")

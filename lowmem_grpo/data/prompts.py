@@ -56,7 +56,10 @@ class PromptEncoder:
         self.template_kwargs = template_kwargs or {}
 
     def encode(self, row: dict[str, Any]) -> Prompt | str:
-        prompt = self.of_any_length(row)
+        return self.fitted(row, self.of_any_length(row))
+
+    def fitted(self, row: dict[str, Any], prompt: Prompt | str) -> Prompt | str:
+        """Return a prompt within the limit, cut if it may be, or the reason for leaving the row out."""
         if isinstance(prompt, str) or len(prompt.ids) <= self.max_prompt_length:
             return prompt
         if not self.truncate:

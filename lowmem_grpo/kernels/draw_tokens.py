@@ -66,6 +66,7 @@ def draw_tokens_kernel(
 
 
 def draw_tokens_triton(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Launch both kernels; logits that these do not read go to the reference."""
     (rows, size), block = logits.shape, LAUNCH.constexprs["BLOCK_V"]
     blocks = triton.cdiv(size, block)
     if logits.dtype != torch.float32 or logits.stride(1) != 1 or blocks > MOST_BLOCKS or not rows:

@@ -75,6 +75,7 @@ def lora_up_kernel(
 
 
 def lora_up_triton(out: list[Tensor], y: list[Tensor], low: Tensor, b: list[Tensor], scales: list[float]) -> None:
+    """Launch the kernel for up to MOST layers; other dtypes go to the reference."""
     if low.dtype not in TRITON_TYPES:
         return lora_up_ref(out, y, low, b, scales)
     sizes, ranks = [part.shape[1] for part in out], [factor.shape[1] for factor in b]

@@ -92,6 +92,7 @@ def thin_products_kernel(
 def thin_products_triton(
     outs: list[Tensor], lefts: list[Tensor], rights: list[Tensor], scales: list[float], adding: int
 ) -> None:
+    """Launch the kernel where it `fits`, and cuBLAS elsewhere."""
     if lefts[0].is_cuda and not fits(lefts, rights):
         return thin_products_cpu(outs, lefts, rights, scales, adding)
     rows = list(zip(outs, lefts, rights, scales, strict=True))

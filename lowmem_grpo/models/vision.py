@@ -120,11 +120,16 @@ class ImageInputs:
     def __init__(self, whole: Any, store: ImageStore) -> None:
         """`whole` is transformers' model with its tower `visual` and its decoder `language_model`."""
         self.tower, self.embed = whole.visual, whole.language_model.embed_tokens
+        self.layers = whole.language_model.layers
         self.merge: int = whole.config.vision_config.spatial_merge_size
         self.store = store
-        self.waits = False  # whether the tower lies on the host until an image is to be encoded
         known = (getattr(whole.config, name, None) for name in ("image_token_id", "video_token_id"))
-        self.never = torch.tensor([token for token in known if token is not None], device=self.embed.weight.device)
+        self.never = torch.tensor([token for token in known if token is not None], device=self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """The decoder's device, where the embedding and the tower may not be."""
+        return next(self.layers.parameters()).device
 
     # Positions
 
@@ -174,20 +179,19 @@ class ImageInputs:
 
     def wait_on_host(self, waits: bool) -> None:
         """Let the tower lie on the host until an image is to be encoded, or else beside the decoder."""
-        self.waits = waits
-        self.tower.to("cpu" if waits else self.embed.weight.device)
+        self.tower.to("cpu" if waits else self.device)
 
     @contextmanager
     def tower_at_hand(self) -> Iterator[None]:
         """Return a context in which the tower lies beside the decoder."""
-        if not self.waits:
-            yield
-            return
-        self.wait_on_host(False)
+        waits = next(self.tower.parameters()).device != self.device  # on the host
+        if waits:
+            self.wait_on_host(False)
         try:
             yield
         finally:
-            self.wait_on_host(True)
+            if waits:
+                self.wait_on_host(True)
 
     @torch.no_grad()
     def encode(self, picture: PatchedImage) -> None:

@@ -168,6 +168,23 @@ def test_a_picture_of_200_megapixels_is_refused_before_its_pixels_are_read(monke
         opened(bytes(header))
 
 
+def test_a_photo_is_turned_as_its_file_says_and_one_with_another_behind_it_is_read(encoder: ImageEncoder) -> None:
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a quarter turn
+    photo = in_bytes(BLUE, "JPEG", exif=turned)
+    assert opened(photo).size == (56, 112) and opened(Image.open(io.BytesIO(photo))).size == (112, 56)
+    pair = in_bytes(RED, "MPO", save_all=True, append_images=[RED.copy()])
+    assert isinstance(encoder.encode({"prompt": chat(PLACE, ASK), "image": pair}), Prompt)
+
+
+def test_a_picture_is_read_once_for_each_time_its_row_is_encoded(
+    encoder: ImageEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, reads = encoder.reader.read, list[Any]()
+    monkeypatch.setattr(encoder.reader, "read", lambda value: reads.append(value) or read(value))
+    assert isinstance(encoder.encode(ROWS["bytes"]), Prompt) and len(reads) == 1
+
+
 def test_a_file_in_the_working_directory_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoder: ImageEncoder
 ) -> None:

@@ -137,15 +137,20 @@ def test_the_tower_reads_each_image_once_for_all_passes_rollouts_and_micro_batch
 
 def test_a_tower_that_waits_on_the_host_comes_only_to_encode(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, moves = policy_of("Qwen2_5_VL"), list[str]()
-    inputs, encode = policy.inputs, policy.inputs.encode
-    monkeypatch.setattr(inputs.tower, "to", lambda device: moves.append(str(device)))
-    monkeypatch.setattr(inputs, "embed", SimpleNamespace(weight=SimpleNamespace(device="beside")))
-    monkeypatch.setattr(inputs, "encode", lambda picture: (moves.append(picture.name), encode(picture)))
+    inputs = policy.inputs
+    place = ["cpu"]  # of the tower, where the decoder is on a card and its embedding on the host
+    monkeypatch.setattr(inputs, "tower", SimpleNamespace(
+        to=lambda device: moves.append(str(device)) or place.append(device),
+        parameters=lambda: iter([SimpleNamespace(device=place[-1])])))
+    monkeypatch.setattr(inputs, "layers", SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device="card")])))
+    inputs.wait_on_host(False)
+    monkeypatch.setattr(inputs, "encode", lambda picture: (moves.append(picture.name), inputs.store.features.update({
+        picture.name: torch.zeros(1, 6, 64)})))
     inputs.features(["owl"])
     inputs.wait_on_host(True)
     inputs.prepare([prompt_of("cat", 1, "dog", 2), prompt_of("owl", 2)])
     inputs.features(["cat", "dog"])
-    assert moves == ["owl", "cpu", "beside", "cat", "dog", "cpu"]
+    assert moves == ["card", "owl", "cpu", "card", "cat", "dog", "cpu"]
 
 
 def test_images_used_least_recently_are_dropped_but_none_that_a_pass_needs(monkeypatch: pytest.MonkeyPatch) -> None:
