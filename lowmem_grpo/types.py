@@ -117,6 +117,7 @@ class Rollout:
     entropy: Tensor | None = None  # (C,) at the start of the update; None if the loss does not need it
     policy_mask: Tensor | None = None  # (C,) bool, tokens whose policy term counts; None for all
     routes: Any = None  # as in `Turn`, for a single completion; in an episode each turn has its routes
+    teacher_prompt: list[int] | None = None  # (P,) behind which a teacher reads the completion; None: the group's
     unit: int | None = None  # a loss that couples rollouts of a group, as a pair's, gives them the same unit
     fields: dict[str, Any] = field(default_factory=dict)  # by name, those of TOKEN_FIELDS that are not attributes
 
@@ -191,10 +192,11 @@ class TokenField:
     else in `fields`. A micro-batch has it in `fields`, (T, ...), with 0 at tokens of a prompt."""
 
     name: str
-    dtype: str = "float32"
+    dtype: str | None = "float32"  # None: that of the value
     kept: bool = False  # True: a group that is replayed has it again
     value: Callable[[Any], Tensor] | None = None  # (N, ...), from the `PolicyOutputs` of a pass; None: not computed
-    under: Callable[[Any], AbstractContextManager[Any]] | None = None  # the pass's context of the `Policy`
+    under: Callable[[Any], AbstractContextManager[Any]] | None = None  # the pass's context of the `Policy`, which may
+    # give another `Policy` that computes
     behind: Callable[[list[RolloutGroup]], list[RolloutGroup]] | None = None  # other prompts, for the same completions
     of_all: bool = False  # True: also computed for rollouts without a gradient
 
@@ -213,7 +215,11 @@ class TokenField:
     def read(self, outputs: Any) -> Tensor:
         """Return the value (N, ...) of a pass with these `PolicyOutputs`, on the host."""
         assert self.value is not None, f"no pass computes {self.name}"
-        return self.value(outputs).to("cpu", getattr(torch, self.dtype))
+        return self.value(outputs).to("cpu", self.torch_dtype)
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return None if self.dtype is None else getattr(torch, self.dtype)
 
 
 TOKEN_FIELDS = {row.name: row for row in (
@@ -223,6 +229,11 @@ TOKEN_FIELDS = {row.name: row for row in (
     TokenField("entropy", value=methodcaller("entropy"), of_all=True),
     TokenField("policy_mask", "bool"),
     TokenField("advantages"),
+    TokenField("teacher_logprobs", value=attrgetter("logprobs")),
+    TokenField("teacher_hidden", None, value=attrgetter("hidden")),  # (C, E), in the dtype of the teacher's head
+    TokenField("teacher_top_ids", "int64"),  # (C, K) the tokens that a teacher elsewhere thinks likeliest,
+    TokenField("teacher_top_logprobs"),  # and their log-probabilities
+    TokenField("teacher_mask"),  # 1 where the teacher is learnt from
 )}  # algorithms may add rows
 
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 from lowmem_grpo.config.rollout import RewardSettings, RolloutSettings
 from lowmem_grpo.config.sampling import EpisodeSettings, StrategySettings
 from lowmem_grpo.config.shared import TrainSettings
+from lowmem_grpo.config.teacher import TeacherSettings
 from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.utils import COUNT, SHARE, TRUTH, Rule, count_text, one_of
@@ -38,7 +39,7 @@ class ReferenceSettings:
 @dataclass
 class GRPOConfig(  # type: ignore[misc]  # max_completion_length may be None only in LossSettings alone
         RewardSettings, ReferenceSettings, RolloutSettings, LossSettings, AdvantageSettings, StrategySettings,
-        EpisodeSettings, TrainSettings):
+        EpisodeSettings, TeacherSettings, TrainSettings):
     """Every field means what it means in TRL; fields that TRL does not have say so.
 
     One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to whole
@@ -58,6 +59,7 @@ class GRPOConfig(  # type: ignore[misc]  # max_completion_length may be None onl
         self.check_step()
         self.check_replay()
         self.check_overlap()
+        self.check_teacher(self)
         self.turn_limit  # noqa: B018  (refuses a contradiction)
         if self.replay_buffer_size and self.vllm_importance_sampling_correction is False:
             raise ValueError(f"replay_buffer_size is {self.replay_buffer_size} and "
@@ -96,6 +98,11 @@ class GRPOConfig(  # type: ignore[misc]  # max_completion_length may be None onl
     @property
     def passes(self) -> int:
         return self.num_iterations
+
+    @property
+    def kl_weight(self) -> float:
+        """The weight of the KL term against the reference; 0: there is none."""
+        return self.beta
 
     @property
     def kl_in_reward(self) -> bool:

@@ -160,6 +160,9 @@ class Objective:
         """Return the metrics of the whole step, from its means and from the samples that `loss` returned."""
         return reducer.result()
 
+    def stepped(self, step: int) -> None:
+        """Receive that optimizer step number `step` was made."""
+
     def state(self) -> dict[str, Any]:
         return {}
 

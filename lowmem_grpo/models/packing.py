@@ -72,7 +72,7 @@ class Sequence:
 
     def values(self, field: TokenField) -> Tensor:
         """Return the rollout's field at each of `ids`. A field (C, ...) is 0 at tokens of the prompt."""
-        value = torch.as_tensor(field.of(self.rollout), dtype=getattr(torch, field.dtype))
+        value = torch.as_tensor(field.of(self.rollout), dtype=field.torch_dtype)
         if value.ndim == 0:
             return value.expand(len(self.lead) + self.end - self.start)
         own = value[self.start : self.end]

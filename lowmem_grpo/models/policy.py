@@ -205,6 +205,7 @@ class Policy:
         self.rounds = autocast_dtype == torch.bfloat16 and self.device.type == "cpu" and has_amx()
         self.routed_places = follow_routes(base)  # indices of the layers with experts, which take routes
         self.reference_adapter: dict[str, Tensor] | None = None  # on the host; see `keep_reference`
+        self.teacher_adapter: dict[str, Tensor] | None = None  # on the host, of a teacher that follows the policy
         self.route_counts: Tensor | None = None  # (2,) recorded routes that the live router would not choose, and all
 
     @property
@@ -329,23 +330,36 @@ class Policy:
     def move_reference(self, share: float) -> None:
         """Set each weight of the reference adapter to share * policy + (1 - share) * reference. If the reference is the
         base model, its adapter starts as one without effect."""
-        own = self.trained.values()
         self.reference_adapter = self.reference_adapter or {
             weight.name: weight.without_effect.to("cpu", copy=True) for weight in self.trained}
-        for name, kept in self.reference_adapter.items():
+        self.move(self.reference_adapter, share)
+
+    @property
+    def kept_adapters(self) -> dict[str, dict[str, Tensor]]:
+        """The adapters kept on the host beside the trained one, by name."""
+        named = {"reference": self.reference_adapter, "teacher": self.teacher_adapter}
+        return {name: adapter for name, adapter in named.items() if adapter}
+
+    @torch.no_grad()
+    def move(self, adapter: dict[str, Tensor], share: float) -> None:
+        """Set each weight of `adapter`, on the host, to share * policy + (1 - share) * adapter."""
+        own = self.trained.values()
+        for name, kept in adapter.items():
             kept.mul_(1 - share).add_(own[name].cpu(), alpha=share)
 
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Turn the model into the KL term's reference in this context: with the kept adapter, or without any."""
-        if not self.reference_adapter:
-            with self.base_model():
-                yield
-            return
+        with self.wearing(self.reference_adapter) if self.reference_adapter else self.base_model():
+            yield
+
+    @contextmanager
+    def wearing(self, adapter: dict[str, Tensor]) -> Iterator[None]:
+        """Compute with these values of the trained parameters in this context, in evaluation mode."""
         own = dict(self.model.named_parameters())
-        live = {name: own[name].data for name in self.reference_adapter}
+        live = {name: own[name].data for name in adapter}
         try:
-            for name, kept in self.reference_adapter.items():
+            for name, kept in adapter.items():
                 own[name].data = kept.to(self.device)
             with evaluating(self.model):
                 yield

@@ -143,7 +143,7 @@ def unpack_group(packed: dict[str, Any], row: dict[str, Any]) -> RolloutGroup:
         rollout = Rollout(unpack(INTEGERS, saved["ids"]), unpack(FLOATS, saved["logprobs"]), **plain,
                           policy_version=saved["version"], rewards=saved["rewards"])
         for name, values in saved.get("fields", {}).items():
-            rollout.fields[name] = torch.tensor(values, dtype=getattr(torch, TOKEN_FIELDS[name].dtype))
+            rollout.fields[name] = torch.tensor(values, dtype=TOKEN_FIELDS[name].torch_dtype)
         unpack_episode(rollout, prompt, saved)
         if "routes" in saved:
             give_routes(rollout, prompt, [packed and Routes.unpacked(packed) for packed in saved["routes"]])

@@ -78,7 +78,10 @@ class Scoring:
     def apply(self, groups: list[RolloutGroup], scores: Scores) -> dict[str, float]:
         """Set rewards, their weighted sum and the advantage of every rollout; return the logged metrics. A NaN or
         infinite reward becomes None. Unless its function's weight is 0, it is listed in `invalid_rewards`, and the step
-        is skipped. A group in which a required function returned None is `unjudged`."""
+        is skipped. A group in which a required function returned None is `unjudged`. Nothing is set without functions.
+        """
+        if not self.names:
+            return {}
         with self.clock.phase("reward"):
             self.set_rewards(groups, scores)
             unjudged = self.mark_unjudged(groups, scores)
@@ -109,6 +112,8 @@ class Scoring:
 
     def assign(self, groups: list[RolloutGroup]) -> None:
         """Set the advantages of completions, and of the turns of episodes, with `groups` as the batch."""
+        if not self.names:
+            return
         own = {field.name: getattr(self.settings, field.name) for field in fields(AdvantageSettings)}
         # the user's weights lack those of environment rewards
         settings = AdvantageSettings(**own | {"reward_weights": self.scorer.weights})

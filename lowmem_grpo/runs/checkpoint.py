@@ -4,6 +4,7 @@
         adapter_model.safetensors, adapter_config.json    the adapter; plain peft loads the folder
         optimizer.safetensors    tensors of the optimizer's (and scheduler's) state, as `state.3.exp_avg`
         reference.safetensors    the reference adapter of the KL term, if there is one
+        teacher.safetensors      the adapter of a teacher that follows the policy, if there is one
         rng.safetensors          torch's random state: `cpu`, and `cuda.0` and so on
         state.json               the caller's state, the remaining optimizer and scheduler state, other random states
         manifest.json            size and sha256 of each other file
@@ -15,9 +16,10 @@ complete whenever the process dies. Folders named `.checkpoint-...` are unfinish
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from peft import PeftModel
@@ -45,26 +47,26 @@ from lowmem_grpo.runs.saved_adapter import (
 )
 
 logger = logging.getLogger(__name__)
-REFERENCE_FILE = "reference.safetensors"
+KEPT = "{}.safetensors"  # an adapter that the run keeps beside the trained one, by what it is for
 
 
 def save_checkpoint(
     run_dir: Path, step: int, model: PeftModel, optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any],
-    reference: dict[str, Tensor] | None = None,
+    kept: Mapping[str, dict[str, Tensor]] = MappingProxyType({}),
 ) -> Path:
     """Write `run_dir/checkpoint-{step}`, replacing an existing one, and return its path. `state` must be plain JSON
-    values. CheckpointError if the disk refuses; older checkpoints stay."""
+    values; `kept` are further adapters by name. CheckpointError if the disk refuses; older checkpoints stay."""
     folder = run_dir / f"checkpoint-{step}"
     temp = run_dir / f".checkpoint-{step}.tmp-{os.getpid()}"
     tensors: dict[str, Tensor] = {}
     base = {"base": checkpoint_state.base_digest(model)}
     text = json.dumps(checkpoint_state.collect(optimizer, scheduler, state, tensors) | base)
-    held = (*tensors.values(), *adapter_tensors(model).values(), *(reference or {}).values())
-    needed = sum(tensor.nbytes for tensor in held) + len(text)
+    held = [tensors, adapter_tensors(model), *kept.values()]
+    needed = sum(tensor.nbytes for named in held for tensor in named.values()) + len(text)
     free = free_bytes(run_dir)
     try:
         with removed_after(temp):
-            write_files(temp, model, tensors, text, reference)
+            write_files(temp, model, tensors, text, kept)
             swap_in(temp, folder)
     except (OSError, SafetensorError) as error:
         good, _ = last_good(run_dir)
@@ -140,12 +142,12 @@ def load_weights(folder: Path, model: PeftModel) -> None:
         tensor.copy_(adapter[name])
 
 
-def load_reference(folder: Path, held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the reference adapter of the saved run's KL term; empty if the reference was the base model. `held` is the
-    adapter in the model."""
-    if not (folder / REFERENCE_FILE).is_file():
+def load_kept(folder: Path, name: str, held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return an adapter that the saved run kept beside the trained one, such as the reference of its KL term; empty if
+    it kept none and computed with the base model. `held` is the adapter in the model."""
+    if not (folder / KEPT.format(name)).is_file():
         return {}
-    kept = load_tensors(folder / REFERENCE_FILE)
+    kept = load_tensors(folder / KEPT.format(name))
     check_adapter(folder, kept, held)
     return kept
 
@@ -219,7 +221,7 @@ def clean_leftovers(run_dir: Path) -> list[Path]:
 
 
 def write_files(
-    temp: Path, model: PeftModel, tensors: dict[str, Tensor], text: str, reference: dict[str, Tensor] | None
+    temp: Path, model: PeftModel, tensors: dict[str, Tensor], text: str, kept: Mapping[str, dict[str, Tensor]]
 ) -> None:
     """Fill the new folder `temp` and flush it to disk, the manifest last."""
     temp.mkdir(parents=True)
@@ -228,8 +230,8 @@ def write_files(
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(copies, temp / "optimizer.safetensors")  # copies, since tensors of a file may not share memory
     save_file(checkpoint_state.random_tensors(), temp / "rng.safetensors")
-    if reference:
-        save_file(reference, temp / REFERENCE_FILE)
+    for name, adapter in kept.items():
+        save_file(adapter, temp / KEPT.format(name))
     (temp / "state.json").write_text(text)
     check_adapter_folder(temp)
     files = sorted(path for path in temp.rglob("*") if path.is_file())

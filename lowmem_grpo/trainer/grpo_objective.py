@@ -54,7 +54,7 @@ class GRPOObjective(Objective):
 
     def needed_before(self, optimizer_steps: int) -> tuple[TokenField, ...]:
         wanted = {"old_logprobs": optimizer_steps > 1, "entropy": self.config.top_entropy_quantile < 1,
-                  "ref_logprobs": self.config.beta != 0}
+                  "ref_logprobs": self.config.kl_weight != 0}
         return tuple(TOKEN_FIELDS[name] for name, needed in wanted.items() if needed)
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
@@ -108,7 +108,7 @@ class GRPOObjective(Objective):
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the counted rollouts with nonzero advantage, or all of them with a KL term or an entropy bonus."""
-        everything = self.config.beta or self.entropy is not None
+        everything = self.config.kl_weight or self.entropy is not None
         return [rollout for rollout in self.counted(rollouts) if everything or rollout.has_signal]
 
     def loss(self, batch: MicroBatch, outputs: PolicyOutputs, totals: StepTotals) -> LossOutput:

@@ -78,9 +78,10 @@ class Learner:
             same = [field for field in fields if field.source == (under, behind)]
             read = mine if behind is None else behind(mine)
             homes = dict(zip(map(id, members(read)), members(mine), strict=True))
-            random, work = RandomStates(self.policy.device), partial(self.recompute, fields=same)
+            random = RandomStates(self.policy.device)
             what = f"recomputing {' and '.join(field.name for field in same)}"
-            with nullcontext() if under is None else under(self.policy):
+            with nullcontext() if under is None else under(self.policy) as other:
+                work = partial(self.recompute, fields=same, policy=other or self.policy)
                 computed = self.packer.run(what, read, self.limits, work, random.restore)
             for rollout, *values in computed:
                 for field, value in zip(same, values, strict=True):
@@ -104,20 +105,20 @@ class Learner:
             len(group.prompt_ids) + len(rollout.completion_ids) for rollout in group.rollouts))
 
     @torch.no_grad()
-    def recompute(self, batches: Iterator[MicroBatch], fields: list[TokenField]) -> list[tuple[Any, ...]]:
+    def recompute(self, batches: Iterator[MicroBatch], fields: list[TokenField],
+                  policy: Policy) -> list[tuple[Any, ...]]:
         """Return each rollout with the values (C, ...) of `fields` for its tokens, on the host."""
         results: list[tuple[Any, ...]] = []
         for batch in batches:
-            outputs = self.outputs(batch)
-            with self.policy.rounding():
+            outputs = self.outputs(batch, policy)
+            with policy.rounding():
                 read = [unpack(field.read(outputs), batch) for field in fields]
             results += zip(batch.rollouts, *read, strict=True)
             del outputs  # frees the hidden states before the next pass
         return results
 
-    def outputs(self, batch: MicroBatch) -> PolicyOutputs:
-        """Return what the policy computes for a micro-batch."""
-        policy = self.policy
+    def outputs(self, batch: MicroBatch, policy: Policy) -> PolicyOutputs:
+        """Return what a policy computes for a micro-batch."""
         return PolicyOutputs(*policy.at_trained(batch), policy.at_head, policy.head.logits_of,
                              self.objective.temperature)
 
@@ -200,7 +201,7 @@ class Learner:
         if self.offload is not None:
             self.offload.read_ahead(policy.head_groups == 1)  # several groups mean that memory is short
         with self.offload if training and self.offload is not None else nullcontext():
-            outputs = self.outputs(batch)
+            outputs = self.outputs(batch, policy)
             out = objective.loss(batch, outputs, totals)
         if training:
             sums.flags.check_batch(batch, outputs.scores and outputs.scores[0], out.loss)

@@ -163,6 +163,7 @@ class Trainer:
         self.weights_changed()
         if share := self.args.reference_share(self.state.global_step):
             self.policy.move_reference(share)
+        self.parts.objective.stepped(self.state.global_step)
         return metrics
 
     def evaluate(

@@ -1,7 +1,7 @@
 """The parts of a trainer, built before the trainer itself: model, objective, learner and records."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,12 +142,12 @@ class PolicyParts(TrainerParts):
 def make_policy_parts(
     trained: TrainedModel, config: GRPOConfig, source: Any, engine: Engine, context: int,
     optimizers: Any = (None, None), reward_models: Sequence[RewardModel] = (), keeps_reference: bool = False,
-    objective_class: type[GRPOObjective] = GRPOObjective,
+    objective_class: Callable[..., GRPOObjective] = GRPOObjective,
 ) -> PolicyParts:
     """Return the parts of a trainer whose groups `engine` samples, in sequences of at most `context` tokens. With
     `keeps_reference` the policy keeps a KL reference even if beta is 0, because a single step may set another beta."""
     policy = trained.policy
-    if config.kl_reference == "start" and (config.beta or keeps_reference):
+    if config.kl_reference == "start" and (config.kl_weight or keeps_reference):
         policy.keep_reference(config.sync_ref_model)
     memory, peaks = plan_memory(trained.model, config, policy, context, "max_completion_length", trained.ranks, engine,
                                 reward_models)

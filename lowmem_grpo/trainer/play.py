@@ -77,9 +77,9 @@ class EpisodeSetup:
 
     def paid(self, reward_funcs: Any, processing_classes: Any = None) -> tuple[list[Function], list[float] | None]:
         """Return the reward functions and their weights, including environments' rewards (weight 1, as in TRL)."""
-        if reward_funcs is None and self.factories is None:
+        if reward_funcs is None and self.factories is None and not self.config.teaching:
             raise ValueError("No reward source provided: GRPOTrainer needs reward_funcs, which is a function, a reward "
-                             "model, or a list of these")
+                             "model, or a list of these, or a teacher")
         rewards = [] if reward_funcs is None else reward_funcs
         functions = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
         init = loading_options(self.config.model_init_kwargs or {})

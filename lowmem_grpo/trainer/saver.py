@@ -50,7 +50,7 @@ class Saver:
             return folder
         folder = checkpoint.save_checkpoint(self.run_dir, self.state.global_step, self.model, self.learner.optimizer,
                                             self.learner.scheduler, self.snapshot(),
-                                            self.learner.policy.reference_adapter)
+                                            self.learner.policy.kept_adapters)
         best = {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
         try:
             checkpoint.prune(self.run_dir, self.config.save_total_limit, best)
@@ -176,10 +176,14 @@ class Saver:
                 "keeps_reference": self.learner.policy.reference_adapter is not None}
 
     def restore_reference(self, folder: Path, saved: dict[str, Any]) -> None:
-        """Restore the KL reference if the saved run had one; without a file in the checkpoint, it is the base model."""
+        """Restore the KL reference if the saved run had one (without a file, it is the base model), and the adapter of
+        a teacher that follows the policy."""
         policy = self.learner.policy
         if policy.reference_adapter is not None and saved.get("keeps_reference", True):
-            policy.reference_adapter = checkpoint.load_reference(folder, policy.trained.values())
+            policy.reference_adapter = checkpoint.load_kept(folder, "reference", policy.trained.values())
+        if policy.teacher_adapter is not None:
+            policy.teacher_adapter = checkpoint.load_kept(folder, "teacher", policy.trained.values()
+                                                          ) or policy.teacher_adapter
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore what `snapshot` saved, and warn of settings that differ from those of the saved run."""

@@ -48,7 +48,7 @@ def test_what_is_trained_beside_lora_has_its_rate_is_saved_and_is_the_bases_unde
     optimizer.step()  # the first step of Adam is the rate
     moved = norm.parameter.detach().clone()
     assert torch.allclose((moved - norm.base).abs(), torch.tensor(0.5), atol=1e-3)
-    folder = save_checkpoint(tmp_path, 1, *run, {}, policy.reference_adapter)
+    folder = save_checkpoint(tmp_path, 1, *run, {}, policy.kept_adapters)
     assert load_file(folder / "adapter_model.safetensors").keys() == {weight.saved_name for weight in policy.trained}
     norm.parameter.data.zero_()
     load_checkpoint(folder, *run)

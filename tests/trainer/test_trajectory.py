@@ -104,7 +104,7 @@ def test_loss_and_gradient_are_those_worked_out_by_hand(kind: str, model: peft.P
     (batch,) = pack([made])
     assert policy.logprobs(batch, 1.0)[0].dtype == torch.float64
     own = learner(policy, loss_type=kind)
-    found = own.objective.loss(batch, own.outputs(batch), StepTotals(2, 10, 10)).loss
+    found = own.objective.loss(batch, own.outputs(batch, own.policy), StepTotals(2, 10, 10)).loss
     assert found.item() == pytest.approx(expected.item(), rel=1e-10)
     close(gradient(policy, [made], loss_type=kind), row(model))
 

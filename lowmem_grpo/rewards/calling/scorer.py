@@ -55,11 +55,13 @@ class RewardScorer:
 
     def __init__(self, reward_funcs: RewardFunction | list[RewardFunction] | tuple[RewardFunction, ...],
                  weights: list[float] | None = None, timeout: float = 60.0, while_sampling: bool | None = None,
-                 episodes: bool = False, late_columns: bool = False, override: Override | None = None) -> None:
+                 episodes: bool = False, late_columns: bool = False, override: Override | None = None,
+                 may_be_empty: bool = False) -> None:
         """`timeout`: seconds, for functions without their own `time_limit`. `while_sampling`:
         GRPOConfig.score_while_sampling. `episodes`: completions are episodes, and functions also get `environments` and
         `turns`. `late_columns`: rollouts add columns that are unknown before sampling. `override` is called in place of
         the functions, on all completions of a batch with their rows, and returns rewards (N, number of functions).
+        `may_be_empty`: a run with a teacher needs no function.
 
         A reward model may be passed as an object or by name. TypeError for a value that is neither a function nor a
         model, ValueError for no functions, a wrong number of weights, or only zero weights."""
@@ -69,14 +71,14 @@ class RewardScorer:
             from lowmem_grpo.rewards.reward_model import with_models  # imports transformers
 
             self.funcs = with_models(self.funcs)
-        if not self.funcs:
+        if not self.funcs and not may_be_empty:
             raise ValueError("reward_funcs is empty; give at least one reward function")
         for func in self.funcs:
             contract.check_function(func)
         self.names = contract.names_of(self.funcs)
         check_weights(weights, self.names)
         self.weights = [1.0] * len(self.funcs) if weights is None else [float(weight) for weight in weights]
-        if not any(self.weights):
+        if self.funcs and not any(self.weights):
             raise ValueError(f"reward_weights is {self.weights}: nothing pays; weight 0 only logs a function's rewards")
         self.timeout, self.while_sampling = timeout, while_sampling
         self.episodes, self.late_columns = episodes, late_columns

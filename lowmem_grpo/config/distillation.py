@@ -1,0 +1,97 @@
+"""The settings of runs whose teacher is the point, under the names and defaults of TRL 1.16's configs."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.teacher import BASE, EMA, FULL, TOP_K
+from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, only
+from lowmem_grpo.utils import COUNT, SHARE, TRUTH, ZERO_OR_MORE, Rule, number
+
+OTHER_TEXTS = "All completions are sampled from the student here; train on other texts with SFTTrainer."
+OF_TEACHER: Table = OF_GRPO | {
+    **only(OTHER_TEXTS, lmbda=1.0, seq_kd=False, generate_from_teacher=False),
+    **only("A teacher behind a URL is given as teacher=URL.", use_teacher_server=False),
+    **only("Give the model itself, loaded as you like, as the trainer's teacher_model.", teacher_model_revision=None,
+           teacher_model_init_kwargs=(None, {})),
+}
+
+
+@dataclass
+class DistillationConfig(GRPOConfig):
+    """TRL's DistillationConfig: a student learns a teacher's distribution at each token that it samples itself. `beta`
+    is the divergence's (0: forward KL, 1: reverse KL, between: Jensen-Shannon), not that of a KL term."""
+
+    num_generations: int = 1
+    beta: float = 1.0
+    distillation_weight: float = 1.0
+    distillation_mode: str = FULL
+    distillation_is_clip: float | None = None
+    scale_rewards: str | None = "none"
+
+    unsupported = OF_TEACHER
+    renamed = RENAMED | {"teacher_model_name_or_path": "teacher", "teacher_model_kind": "teacher"}
+    RANGES: ClassVar[dict[str, Rule]] = {"num_generations": COUNT, "beta": SHARE}
+
+    def check_combinations(self) -> None:
+        self.distillation_alpha = self.beta
+        super().check_combinations()
+
+    @property
+    def kl_weight(self) -> float:
+        return 0.0
+
+
+@dataclass
+class SelfDistillationConfig(GRPOConfig):
+    """The fields that TRL's SDPOConfig and SDFTConfig share: the teacher is the trained model, and reads more."""
+
+    max_prompt_length: int | None = 512
+    max_completion_length: int = 256
+    distillation_weight: float = 1.0
+    disable_dropout: bool = True
+
+    unsupported = OF_TEACHER
+    renamed = DistillationConfig.renamed
+    privileged: ClassVar[bool] = True
+    by_sequence: ClassVar[bool] = True
+
+
+@dataclass
+class SDPOConfig(SelfDistillationConfig):
+    """TRL's SDPOConfig (arXiv 2601.20802): the teacher reads a successful completion of the same prompt, or feedback
+    from the column `privileged_context`, in the prompt."""
+
+    teacher: str | None = EMA
+    use_successful_as_teacher: bool = True
+    success_reward_threshold: float = 1.0
+    dont_reprompt_on_self_success: bool = True
+    """True never shows the teacher the completion that it reads."""
+    include_environment_feedback: bool = False
+    environment_feedback_only_without_solution: bool = False
+    remove_thinking_from_demonstration: bool = False
+    """True takes <think>...</think> out of what the teacher is shown."""
+    reprompt_template: str = "{prompt}{solution}{feedback}\n\nCorrectly solve the original question.\n"
+    solution_template: str = "\nCorrect solution:\n\n{successful_previous_attempt}\n\n"
+    feedback_template: str = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}\n\n"
+
+    RANGES: ClassVar[dict[str, Rule]] = {
+        **dict.fromkeys(("use_successful_as_teacher", "dont_reprompt_on_self_success", "include_environment_feedback",
+                         "environment_feedback_only_without_solution", "remove_thinking_from_demonstration"), TRUTH),
+        "success_reward_threshold": number("a number", lambda value: True),
+    }
+
+
+@dataclass
+class SDFTConfig(SelfDistillationConfig):
+    """TRL's SDFTConfig (arXiv 2601.19897): the teacher reads the row's `privileged_context` in the prompt."""
+
+    teacher: str | None = BASE
+    distillation_mode: str = TOP_K
+    distillation_topk: int | None = 100
+    distillation_alpha: float = 0.5
+    teacher_prompt_template: str = "{prompt}\n\n{privileged_context}"
+    num_loss_tokens_to_skip: int = 0
+    """The first tokens of each completion, which are not learnt."""
+
+    RANGES: ClassVar[dict[str, Rule]] = {"num_loss_tokens_to_skip": ZERO_OR_MORE}

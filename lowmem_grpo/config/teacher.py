@@ -1,0 +1,76 @@
+"""The settings of a teacher, which tells the policy about every token: fields of GRPOConfig."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lowmem_grpo.utils import COUNT, POSITIVE, SHARE, TRUTH, Rule, one_of
+
+BASE, EMA, LIVE = "base", "ema", "live"  # teachers that are the trained model itself
+OF_MODEL = (BASE, EMA, LIVE)
+SAMPLED, TOP_K, FULL = "sampled_token", "topk_logits", "full_logits"
+NAMED: Rule = ("\"base\", \"ema\", \"live\", a folder with an adapter, the name or folder of a model, or a URL",
+               lambda value: isinstance(value, str) and bool(value.strip()))
+
+
+@dataclass(kw_only=True)
+class TeacherSettings:
+    """Fields of GRPOConfig about a teacher, under the names of TRL 1.16's SDPOConfig, where it has them."""
+
+    teacher: str | None = None
+    """Not in TRL's GRPO: "base" (the model without its adapter), "ema" (an average of the adapter over the steps),
+    "live" (the model as it is), a folder with an adapter for the same base model, the name or folder of a model with
+    the same tokens, or the URL of a server. None: there is no teacher."""
+    distillation_weight: float = 0.5
+    """With a teacher the loss is (1 - distillation_weight) * policy loss + distillation_weight * distillation loss."""
+    distillation_mode: str = SAMPLED
+    """What is compared at each token: "sampled_token" (the teacher's log-probability of the sampled token only),
+    "topk_logits" (those of `distillation_topk` tokens) or "full_logits" (of the whole vocabulary, without logits)."""
+    distillation_topk: int | None = None
+    """Tokens of "topk_logits": the student's likeliest, or the teacher's own if the teacher is stored or a server."""
+    distillation_add_tail: bool = False
+    """True compares the mass of all other tokens too, as one more token; False takes the k tokens for the whole."""
+    distillation_alpha: float = 1.0
+    """0: forward KL(teacher || student); 1: reverse KL(student || teacher); between: the generalised Jensen-Shannon
+    divergence of arXiv 2306.13649. "sampled_token" is always the reverse KL."""
+    distillation_is_clip: float | None = 2.0
+    """With several optimizer steps for each generation, a token's loss is multiplied by the ratio of its probability
+    now to that at the generation, at most this number; None: by 1."""
+    teacher_update_rate: float = 0.05
+    """Teacher "ema": every `teacher_sync_steps` steps it becomes rate * policy + (1 - rate) * teacher."""
+    teacher_sync_steps: int = 1
+    max_reprompt_len: int = 10_240
+    """Maximum tokens of a prompt with a demonstration that the teacher reads. What is longer loses the end of its
+    demonstration."""
+
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "teacher": NAMED, "distillation_weight": SHARE, "distillation_mode": one_of(SAMPLED, TOP_K, FULL),
+        "distillation_topk": COUNT, "distillation_add_tail": TRUTH, "distillation_alpha": SHARE,
+        "distillation_is_clip": POSITIVE, "teacher_update_rate": SHARE, "teacher_sync_steps": COUNT,
+        "max_reprompt_len": COUNT,
+    }
+    privileged: ClassVar[bool] = False  # whether the teacher reads more than the student
+    by_sequence: ClassVar[bool] = False  # whether the distillation loss is a mean of means of sequences, not of tokens
+
+    @property
+    def teaching(self) -> bool:
+        """True if the loss has a distillation term."""
+        return self.teacher is not None and self.distillation_weight > 0
+
+    def check_teacher(self, config: Any) -> None:
+        """Raise ValueError for settings of the teacher that contradict each other or the other settings `config`."""
+        mode = self.distillation_mode
+        if mode == SAMPLED and self.distillation_alpha != 1:
+            raise ValueError(f"distillation_mode is {SAMPLED!r} and distillation_alpha is {self.distillation_alpha}; "
+                             "one token gives the reverse KL only: set distillation_alpha=1.0, or the mode "
+                             f"{TOP_K!r} or {FULL!r}")
+        if mode == TOP_K and self.distillation_topk is None:
+            raise ValueError(f"distillation_mode is {TOP_K!r}; set distillation_topk, such as 100")
+        if not self.teaching:
+            return
+        if self.teacher == LIVE and not self.privileged:
+            raise ValueError("teacher is 'live', the policy itself, which reads what the policy reads: nothing "
+                             "differs. Take 'ema' or 'base', or SDPOTrainer or SDFTTrainer, whose teacher reads more")
+        for name, off in {"train_while_sampling": False, "replay_buffer_size": 0}.items():
+            if getattr(config, name):
+                raise ValueError(f"{name} is {getattr(config, name)!r}, and the teacher {self.teacher!r} reads each "
+                                 f"update's completions once they are sampled; leave {name} out ({off!r})")
