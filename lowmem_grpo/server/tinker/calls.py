@@ -150,7 +150,8 @@ class SampleRequest(Body):
     topk_sample_logprobs: NotOffered = None
     target_prompt_logprobs: NotOffered = None
     prompt_alt_tokens_k: NotOffered = None
-    record_stability_info: NotOffered = None
+    record_stability_info: Annotated[Any, refused(
+        "its loss, stable_reinforce, is not public: pass loss_fn=\"importance_sampling\", or \"cispo\"")] = None
 
     @cached_property
     def ids(self) -> list[int]:

@@ -60,6 +60,7 @@ def test_a_sample_of_an_earlier_server_is_gone_so_that_the_client_asks_again(ser
 
 @every_row(("change", "told"), [
     ({"topk_sample_logprobs": 3}, "topk_sample_logprobs is 3"),
+    ({"record_stability_info": True}, "importance_sampling"),
     ({"topk_prompt_logprobs": 129}, "it must be less than or equal to 128"),
     ({"topk_prompt_logprobs": -1}, "must be greater"),
     ({"prompt_logprobs": True, "prompt_logprobs_last_n": 4}, "it must be 1 to 3"),
