@@ -12,6 +12,7 @@ from functools import cache
 from importlib import import_module
 from numbers import Integral, Real
 from pathlib import Path
+from string import Formatter
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
@@ -185,6 +186,20 @@ def of_yaml(value: Any) -> str:
     """Return a hint for a number that YAML reads as text (1e-6 must be written as 1.0e-6), else an empty text."""
     read = re.search(r"'([-+]?\d+)(\.\d*)?e([-+]?)(\d+)'", repr(value).lower())
     return f". YAML reads it as text; write {read[1]}{read[2] or '.0'}e{read[3] or '+'}{read[4]}" if read else ""
+
+
+def check_template(name: str, template: str, allowed: Iterable[str], needed: Iterable[str] = ()) -> None:
+    """Raise ValueError if a template of `str.format` has a field that is not allowed, or lacks one that is needed."""
+    fix = f"; its fields are {', '.join(f'{{{field}}}' for field in allowed)}. A brace that is text is written twice"
+    try:
+        parsed = [part for part in Formatter().parse(template) if part[1] is not None]
+    except ValueError as error:
+        raise ValueError(f"{name} is {template!r:.80}, which is no template ({error}){fix}") from None
+    fields = {f"{field}{f'!{how}' if how else ''}{f':{form}' if form else ''}" for _, field, form, how in parsed}
+    if other := sorted(fields - {*allowed}):
+        raise ValueError(f"{name} has the field {{{other[0]}}}{fix}")
+    if missing := sorted({*needed} - fields):
+        raise ValueError(f"{name} lacks the field {{{missing[0]}}}{fix}")
 
 
 def check_value(cls: Any, name: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lowmem_grpo import GRPOConfig, RLOOConfig, SamplingParams, SFTConfig
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.environments import AskBase
 from lowmem_grpo.models.lora_targets import check_plain
-from lowmem_grpo.utils import GIB, MIB, JsonError, read_json, size_text, time_text
+from lowmem_grpo.utils import GIB, MIB, JsonError, check_template, read_json, size_text, time_text
 
 
 @every_row(("count", "text"), [
@@ -147,3 +148,18 @@ def test_other_json_is_read_as_pythons_json_reads_it(ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
     assert read_json(text) == read_json(text.encode("utf-8-sig")) == json.loads(text)
     assert read_json(b'"a\\u0000"', nul=True) == "a\0"
+
+
+@pytest.mark.parametrize(("template", "message"), [
+    ('Give JSON {"answer": 3}', 'has the field {"answer": 3}'), ("{prompt.upper}", "has the field {prompt.upper}"),
+    ("{}", "has the field {}"), ("{prompt!r:>9}", "has the field {prompt!r:>9}"), ("a", "lacks the field {prompt}"),
+    ("{prompt} }", "is '{prompt} }', which is no template (Single '}' encountered in format string)"),
+])
+def test_a_template_with_a_field_that_nobody_fills_in_is_refused(template: str, message: str) -> None:
+    fix = "; its fields are {prompt}, {hint}. A brace that is text is written twice"
+    with pytest.raises(ValueError, match=re.escape(f"my_template {message}{fix}")):
+        check_template("my_template", template, ("prompt", "hint"), needed=("prompt",))
+
+
+def test_a_template_may_leave_out_a_field_and_have_braces_that_are_text() -> None:
+    check_template("my_template", "{prompt} {{x}}", ("prompt", "hint"), needed=("prompt",))

@@ -4,6 +4,7 @@ import logging
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -45,6 +46,7 @@ class PromptEncoder:
     source = "`prompt`"  # the user's name for the columns, used in messages
     by_text = True  # whether the prompt's text can tell that a row is usable
     images = False  # whether rows may have images
+    refuses: Callable[[dict[str, Any]], str] | None = None  # gives a further reason to leave a row out, or ""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_prompt_length: int, template_kwargs: dict[str, Any] | None = None,
@@ -56,7 +58,7 @@ class PromptEncoder:
         self.template_kwargs = template_kwargs or {}
 
     def encode(self, row: dict[str, Any]) -> Prompt | str:
-        return self.fitted(row, self.of_any_length(row))
+        return (self.refuses(row) if self.refuses else "") or self.fitted(row, self.of_any_length(row))
 
     def fitted(self, row: dict[str, Any], prompt: Prompt | str) -> Prompt | str:
         """Return a prompt within the limit, cut if it may be, or the reason for leaving the row out."""
@@ -90,7 +92,7 @@ class PromptEncoder:
 
     def surely(self, row: dict[str, Any]) -> bool:
         """Return whether the row is usable without doubt: its text has few bytes, and a token has at least one."""
-        text, why = self.text_of(row) if self.by_text else ("", "only tokens can tell")
+        text, why = self.text_of(row) if self.by_text and not self.refuses else ("", "more than the text decides")
         return not why and (self.truncate or len(text.encode()) + SPECIAL <= self.max_prompt_length)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:
