@@ -165,23 +165,37 @@ def check_arguments(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float, chunk_rows: int | None
 ) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
+    check_head(hidden, weight, bias, temperature, chunk_rows)
+    check_tensors(targets=targets)
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.long:
+        raise ValueError(f"expected targets ({hidden.shape[0]},) int64; got {tuple(targets.shape)} {targets.dtype}")
+    if targets.device != hidden.device:
+        raise ValueError(f"expected targets on {hidden.device}; got {targets.device}")
+
+
+def check_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, chunk_rows: int | None,
+    names: tuple[str, str, str] = ("hidden", "weight", "bias"),
+) -> None:
+    """Raise ValueError, with the expected and the given shapes and dtypes, for hidden states or a head that do not fit;
+    `names` are those of the first three arguments."""
     if hasattr(weight, "quant_state") and isinstance(weight, Tensor):
         raise ValueError(f"expected a head (V, D) of the dtype of hidden; got a {type(weight).__name__} in 4 bits. "
                          "Dequantize it once, with nf4_dequantize, and leave lm_head out of quantization")
-    check_tensors({"bias": bias}, hidden=hidden, weight=weight, targets=targets)
+    states, head, offset = names
+    check_tensors({offset: bias}, **{states: hidden, head: weight})
     if hidden.ndim != 2 or len(weight.shape) != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"expected hidden (N, D) and weight (V, D); got {tuple(hidden.shape)}, {tuple(weight.shape)}")
-    if targets.shape != hidden.shape[:1] or targets.dtype != torch.long:
-        raise ValueError(f"expected targets ({hidden.shape[0]},) int64; got {tuple(targets.shape)} {targets.dtype}")
+        raise ValueError(f"expected {states} (N, D) and {head} (V, D); got {tuple(hidden.shape)}, "
+                         f"{tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"expected bias ({weight.shape[0]},); got {tuple(bias.shape)}")
+        raise ValueError(f"expected {offset} ({weight.shape[0]},); got {tuple(bias.shape)}")
     if not hidden.is_floating_point():
         raise ValueError(f"expected a floating dtype; got {hidden.dtype}")
     if bias is not None and bias.device != weight.device:
-        raise ValueError(f"expected bias on {weight.device}; got {bias.device}")
-    if hidden.dtype != weight.dtype or hidden.device != weight.device or targets.device != hidden.device:
-        raise ValueError(f"expected one dtype and one device; got hidden {hidden.dtype} on {hidden.device}, weight "
-                         f"{weight.dtype} on {weight.device}, targets on {targets.device}")
+        raise ValueError(f"expected {offset} on {weight.device}; got {bias.device}")
+    if hidden.dtype != weight.dtype or hidden.device != weight.device:
+        raise ValueError(f"expected one dtype and one device; got {states} {hidden.dtype} on {hidden.device}, {head} "
+                         f"{weight.dtype} on {weight.device}")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
     if chunk_rows is not None and (not isinstance(chunk_rows, Integral) or chunk_rows < 1):

@@ -17,7 +17,7 @@ from tables import every_row
 from torch import Tensor
 
 import lowmem_grpo.models
-from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels import linear_divergence, linear_logprobs
 from lowmem_grpo.kernels.custom_op import FirstOrderOnly
 from lowmem_grpo.kernels.delta_rule import delta_rule
 from lowmem_grpo.kernels.draw_tokens import draw_tokens
@@ -53,6 +53,7 @@ def numbers(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
+TEACHER, HEAD = numbers((63, 33), (1003, 33))
 ANGLES = numbers((2, 7, 6), (2, 7, 6))  # in place of cos and sin: both halves of each differ, as they may
 
 
@@ -78,6 +79,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "packed_to_padded": (lambda q, k: packed_to_padded([q, k], *TABLES),
                          [(len(BATCH.input_ids), heads, 8) for heads in (4, 2)]),
     "padded_to_packed": (lambda x: padded_to_packed(x, *TABLES[:2]), [(3, 4, BATCH.max_seqlen, 8)]),
+    "linear_divergence": (
+        lambda hidden: linear_divergence(hidden, TEACHER.to(hidden), HEAD.to(hidden), beta=0.3).divergence, [(63, 33)]
+    ),
     "linear_logprobs": (lambda hidden, weight: linear_logprobs(hidden, weight, TARGETS), [(63, 33), (1003, 33)]),
 }
 

@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from divergence_problem import WIDER, E
+from divergence_problem import problem as divergence_problem
 from logprob_problem import D, V
 from logprob_problem import problem as logprob_problem
 from nf4_problem import ONE, quantized
 from nf4_problem import problem as nf4_problem
 from tables import every_row, not_refused
 
-from lowmem_grpo.kernels import linear_logprobs
+from lowmem_grpo.kernels import linear_divergence, linear_logprobs, linear_topk
 from lowmem_grpo.kernels.fp8 import fp8_dequantize, fp8_quantize
 from lowmem_grpo.kernels.frozen import FrozenStack, frozen_linear
 from lowmem_grpo.kernels.glu import geglu, glu_backward, glu_forward, swiglu
@@ -36,6 +38,7 @@ MLP: dict[str, Any] = {
     "down": torch.zeros(IN, INNER), "up_lora": PAIR,
 }
 BF16, META, GRADIENT = {"dtype": torch.bfloat16}, {"device": "meta"}, {"requires_grad": True}
+ONE_HEAD = {"teacher_weight": None, "teacher_bias": None}
 # A function, arguments that are right, and changes that are not, with a part of the answer.
 TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
     (swiglu, GLU, [
@@ -93,6 +96,30 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
         ({"weight": quantized(V, 64, torch.float32)}, "got a Params4bit in 4 bits. Dequantize it once"),
         *((trained | {"targets": torch.tensor([0, wrong, 5])}, f"hold {wrong}; they must be tokens, from 0 to {V - 1}")
           for wrong in (-100, V) for trained in ({}, {"ignore_index": -1}, {"weight": torch.zeros(V, D, **GRADIENT)})),
+    ]),
+    (linear_divergence, divergence_problem(3, torch.float32, heads=2, bias=True), [
+        *(({"beta": beta}, f"beta is {beta}; it must be") for beta in (-0.1, 1.5, torch.nan)),
+        ({"beta": None}, "beta is None"), ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"teacher_softcap": "30"}, "teacher_softcap is '30'"), ({"chunk_rows": 0}, "chunk_rows is 0"),
+        ({"student_hidden": torch.zeros(3, E)}, "expected student_hidden (N, D) and weight (V, D); got (3, 17)"),
+        ({"teacher_hidden": torch.zeros(3, D)}, "expected teacher_hidden (N, D) and teacher_weight (V, D); got (3, 3"),
+        ({"teacher_weight": None}, "teacher_bias is given without teacher_weight"),
+        (ONE_HEAD | {"teacher_softcap": 3.0}, "teacher_softcap is given without teacher_weight"),
+        (ONE_HEAD, "expected teacher_hidden (N, D) and weight (V, D); got (3, 17)"),
+        ({"teacher_hidden": torch.zeros(2, E)}, "expected as many rows of student_hidden and teacher_hidden"),
+        ({"teacher_bias": torch.zeros(V)}, f"expected teacher_bias ({WIDER},)"), ({"bias": np.zeros(V)}, "a ndarray"),
+        ({"teacher_hidden": torch.zeros(3, E).double(), "teacher_weight": torch.zeros(V, E).double(),
+          "teacher_bias": None}, "both or neither in float64"),
+        ({"teacher_hidden": torch.zeros(3, E, **META), "teacher_weight": torch.zeros(V, E, **META),
+          "teacher_bias": None}, "on one device"),
+        ({"weight": torch.zeros(V, D, **GRADIENT)}, "weight requires a gradient, and linear_divergence trains what is"),
+        ({"bias": torch.zeros(V, **GRADIENT)}, "bias requires a gradient"),
+        ({"teacher_weight": quantized(V, 64, torch.float32)}, "got a Params4bit in 4 bits. Dequantize it once"),
+    ]),
+    (linear_topk, {"hidden": torch.zeros(3, D), "weight": torch.zeros(V, D), "k": 5}, [
+        *(({"k": k}, f"k is {k!r}; it must be") for k in (0, V + 1, 2.5, "5")),
+        ({"hidden": torch.zeros(3, 5)}, "(3, 5)"), ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"chunk_rows": 0}, "chunk_rows is 0"),
     ]),
     (nf4_linear, nf4_problem(3, ONE, torch.float32), [
         ({"x": torch.zeros(3, 191)}, "expected x (..., 192)"),
