@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 
 from lowmem_grpo.config.sampling import SamplingParams, seed_of
+from lowmem_grpo.engines.request_output import Logprob
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import Reads, ToolFormError
 from lowmem_grpo.environments.tools.parsers import Reading
@@ -173,6 +174,7 @@ class PendingCompletions:
                       for ids in prompts for place, key in enumerate(keys)]
         self.streams = [CallStream(call, chat.stream_texts, self.parser) for call in self.calls if asked.stream]
         self.choices: dict[int, Choice] = {}  # of a stream, by index, those that are complete
+        self.prompts: dict[int, list[dict[int, Logprob]]] = {}  # by call number, the tokens of its prompt if requested
         for call in self.calls:
             chat.worker.submit(call)
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
@@ -184,6 +186,9 @@ class PendingCompletions:
             turn = await asyncio.wrap_future(call.future)
             if count:
                 likeliest = await asyncio.wrap_future(self.chat.worker.likeliest(call, turn, count))
+            if self.asked.prompt_logprobs is not None:
+                self.prompts[place] = await asyncio.wrap_future(
+                    self.chat.worker.of_prompt(call, turn.policy_version, self.asked.prompt_logprobs))
         except WorkerClosedError as error:
             raise ChatError(503, str(error)) from error
         except ValueError as error:  # such as a temperature that vLLM would change
@@ -204,6 +209,8 @@ class PendingCompletions:
                   "logprobs": None if told is None else self.logprobs(told["content"])}
         if self.asked.return_token_ids:
             choice |= {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.completion_ids}
+        if place in self.prompts:
+            choice["prompt_logprobs"] = await self.chat.aside(partial(prompt_logprobs, self.prompts.pop(place)))
         return turn, choice
 
     def keep(self, turn: Turn, choice: Choice) -> Choice:
@@ -349,6 +356,13 @@ def params_of(asked: CompletionRequest, prompt: int, place: int, context: int) -
         return SamplingParams(max_tokens=min(room, asked.bound or room), seed=seed, **asked.sampling)
     except ValueError as error:  # its text begins with the field
         raise ChatError(400, str(error), str(error).partition(" ")[0], "invalid_value") from None
+
+
+def prompt_logprobs(places: list[dict[int, Logprob]]) -> list[dict[int, dict[str, Any]] | None]:
+    """Return the prompt's log-probabilities in vLLM's form: nothing for the first token, and for each later one an
+    entry for itself and for the likeliest tokens. JSON has no -inf, which becomes -9999."""
+    return [None, *({token: vars(entry) | {"logprob": max(entry.logprob, -9999.0)} for token, entry in place.items()}
+                    for place in places)]
 
 
 def event(data: dict[str, Any]) -> bytes:

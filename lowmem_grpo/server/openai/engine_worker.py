@@ -97,6 +97,16 @@ class EngineWorker:
         completion token. They take one more forward pass."""
         return self.run(partial(self.look_again, call, turn, count), sleep=False, user=call.user)
 
+    def of_prompt(self, call: EngineCall, version: int, count: int) -> "Future[list[dict[int, Logprob]]]":
+        """Return a future with what `likeliest` returns, for each prompt token behind the first. `version` is the
+        policy version that should compute it."""
+        first, rest = call.ids[:1], call.ids[1:]
+        turn = Turn(first, rest, [0.0] * len(rest), "length", policy_version=version)
+        if rest:
+            return self.likeliest(replace(call, ids=first), turn, count)
+        (empty := Future[list[dict[int, Logprob]]]()).set_result([])
+        return empty
+
     def close(self, timeout: float | None = None) -> None:
         """Refuse waiting and later items with WorkerClosedError, and wait at most `timeout` seconds for the calls in
         the engine. The model stays loaded."""

@@ -41,7 +41,10 @@ REFUSED: Table = {
     **only("The answer continues a last message of the assistant, and else begins a turn; leave it out.",
            add_generation_prompt=(None, True), continue_final_message=(None, False), echo=(None, False)),
     **only("Every end token ends a completion; leave it out.", min_tokens=(None, 0)),
-    **only("Log-probabilities of the prompt are not computed.", prompt_logprobs=None),
+}
+REFUSED_OF_CHAT: Table = {
+    **REFUSED,
+    **only("A chat's prompt has none; ask /v1/completions with the prompt's token ids.", prompt_logprobs=None),
 }
 REFUSED_OF_TEXT: Table = {
     **REFUSED,
@@ -53,6 +56,7 @@ CODES = {"extra_forbidden": "unknown_parameter", "missing": None}  # by pydantic
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # if a tool has none
 Count = Annotated[int, Field(ge=1)]
 Likeliest = Annotated[int, Field(ge=0, le=20)]
+PromptLikeliest = Annotated[int, Field(ge=0, le=128)]
 
 
 def plain(messages: Any) -> list[Message]:
@@ -173,6 +177,7 @@ class CompletionRequest(Body, extra="forbid"):
     stream: bool = False
     stream_options: Annotated[dict[str, Any], AfterValidator(checked_options)] = {}
     return_token_ids: bool = False
+    prompt_logprobs: PromptLikeliest | None = None  # how many likeliest tokens to report at each place of the prompt
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
@@ -197,6 +202,8 @@ class CompletionRequest(Body, extra="forbid"):
         """Raise ChatError for fields that contradict each other."""
         if self.stream_options and not self.stream:
             raise ChatError(400, "stream_options is given without stream; set stream to true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ChatError(400, "prompt_logprobs comes with a whole reply only; leave stream out", "prompt_logprobs")
         return self
 
     @property
@@ -229,7 +236,7 @@ def tools_of(tools: Any) -> list[dict[str, Any]] | None:
 
 
 class ChatRequest(CompletionRequest):
-    field, refused = "messages", REFUSED
+    field, refused = "messages", REFUSED_OF_CHAT
     messages: Annotated[list[Any], AfterValidator(plain)]
     tools: Annotated[list[Any] | None, AfterValidator(tools_of)] = None
     tool_choice: str = "auto"

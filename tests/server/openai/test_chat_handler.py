@@ -127,6 +127,7 @@ def test_choices_have_seeds_of_their_own_and_the_same_ones_again(chat: ChatHandl
     ({"logit_bias": {"5": 10}}, "logit_bias .* not supported"),
     ({"functions": [{"name": "f"}]}, "Use tools and tool_choice"),
     ({"reasoning_effort": "high"}, "chat_template_kwargs"),
+    ({"prompt_logprobs": 2}, "prompt_logprobs is 2, which is not supported. .*ask /v1/completions with .* token ids"),
     ({"best_of": 4}, "best_of is not a field that is known here"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs has tokenize"),
 ])

@@ -115,6 +115,26 @@ def test_a_plain_prompt_is_continued_as_text_and_as_tokens(client: Any) -> None:
     assert (text.object, both.usage.prompt_tokens) == ("text_completion", 2 * len(ids))
 
 
+def test_the_log_probabilities_of_a_prompt_are_those_of_the_model_that_is_named(trained: Any, client: Any) -> None:
+    prompt, more = [5, 6, 7, 8, 9], {"return_token_ids": True}
+    said = dict[str, list[Any]]()
+    for name in (BASE, f"{trained.model_id}@first"):
+        drawn = client.completions.create(model=name, prompt=prompt, max_tokens=6, seed=5, logprobs=0, extra_body=more)
+        ids = [*prompt, *drawn.choices[0].token_ids]
+        scored = client.completions.create(model=name, prompt=[ids, [5]], max_tokens=1,
+                                           extra_body={"prompt_logprobs": 2})
+        whole, single = (choice.prompt_logprobs for choice in scored.choices)
+        own = [place[str(token)] for token, place in zip(ids[5:], whole[5:], strict=True)]
+        assert single == [None] and whole[0] is None and len(whole) == len(ids)
+        assert [one["logprob"] for one in own] == pytest.approx(drawn.choices[0].logprobs.token_logprobs, abs=1e-3)
+        for place in whole[1:]:
+            ranks = sorted(one["rank"] for one in place.values())
+            assert ranks[:2] == [1, 2] and len(place) == (2 if ranks[-1] <= 2 else 3)
+            assert max(place.values(), key=lambda one: one["logprob"])["rank"] == 1
+        said[name] = whole[1:5]
+    assert said[BASE][0]["6"]["logprob"] < said[name][0]["6"]["logprob"] - 0.01, "it was trained to say 5 6 7 8 9"
+
+
 def test_the_stream_of_a_plain_prompt_says_what_the_reply_says(client: Any) -> None:
     asked = {"model": BASE, "prompt": "guess: ", "max_tokens": 6, "temperature": 0}
     chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
@@ -127,6 +147,8 @@ def test_the_stream_of_a_plain_prompt_says_what_the_reply_says(client: Any) -> N
     ({"model": "gpt-4"}, "'gpt-4' is not served here; there are tiny-games"), ({"prompt": []}, "prompt is"),
     ({"prompt": [[5], "a", 3]}, r"prompt\[2\] is 3"), ({"prompt": [5, 100_000]}, "the token 100000"),
     ({"prompt": ""}, "no tokens"), ({"prompt": [5] * 600}, "context length is 512"), ({"logprobs": 99}, "equal to 20"),
+    ({"prompt_logprobs": 129}, "prompt_logprobs is 129"), ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
+    ({"prompt_logprobs": 1, "stream": True}, "comes with a whole reply only; leave stream out"),
     ({"echo": True}, "echo is True"), ({"best_of": 3}, "best_of is 3"), ({"suffix": "x"}, "suffix"),
     ({"messages": []}, "messages is not a field"), ({"prompt": ["a"] * 2049, "n": 2}, "at most 4096"),
 ])
