@@ -38,7 +38,7 @@ LIBRARIES = {  # what each folder may import beside torch and the standard libra
     "kernels": {"triton"},
     "runs": {"IPython", "click", "numpy", "peft", "rich", "safetensors", "trackio", "transformers", "wandb"},
     "models": {"bitsandbytes", "gguf", "huggingface_hub", "llama_cpp", "numpy", "peft", "safetensors", "transformers"},
-    "engines": {"numpy", "transformers", "vllm"},
+    "engines": {"numpy", "openai", "transformers", "vllm"},
     "data": {"PIL", "datasets", "pandas", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},

@@ -1,4 +1,4 @@
-"""A server on this machine that speaks /v1/chat/completions as a test or an attack tells it to."""
+"""A server on this machine that speaks /v1/chat/completions and /v1/completions as a test or an attack tells it to."""
 
 import contextlib
 import itertools
@@ -59,7 +59,8 @@ def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[JudgeServer]:
                 self.close_connection = True
                 return
             judge.told.append(dict(self.headers))
-            reply = judge.reply(body) if self.path == "/v1/chat/completions" else (404, {"error": "no page"})
+            known = self.path in ("/v1/chat/completions", "/v1/completions")
+            reply = judge.reply(body) if known else (404, {"error": "no page"})
             with contextlib.suppress(OSError):  # the client did not wait
                 self.say(*reply)
 
@@ -72,7 +73,8 @@ def serving(answer: Callable[[dict[str, Any]], Reply]) -> Iterator[JudgeServer]:
                 return
             text = found if endless or isinstance(found, str | bytes) else json.dumps(found)
             sent = text.encode() if isinstance(text, str) else text
-            pause = {"Retry-After-Ms": "10"} if status in (429, 500) else {}  # the client's own would be half a second
+            # the client's own pause would be half a second
+            pause = {"Retry-After-Ms": "10"} if status in (429, 500, 503) else {}
             length = {"Transfer-Encoding": "chunked"} if endless else {"Content-Length": str(len(sent))}
             kind = {"Content-Type": "text/html" if isinstance(found, str) else "application/json"}
             self.send_response(status)

@@ -1,7 +1,8 @@
-"""What the engine relies on in vLLM and no CPU exercises (sleep, graphs, options): it fails first if vLLM changes."""
+"""What we rely on in vLLM and no CPU exercises (sleep, graphs, options, its server): it fails first if vLLM changes."""
 
 import importlib
 import inspect
+import json
 from dataclasses import fields, make_dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -13,6 +14,7 @@ from vllm_models import NEEDS_VLLM
 from lowmem_grpo.config.loading import EngineSettings
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.base import Request
+from lowmem_grpo.engines.served_teacher import ServedTeacher
 from lowmem_grpo.engines.vllm.installed import import_plugin
 from lowmem_grpo.engines.vllm.requests import CallSampling, as_vllm
 from lowmem_grpo.engines.vllm.settings import GRAPHS, llm_options
@@ -74,6 +76,23 @@ def test_graphs_are_asked_for_in_words_that_vllm_knows() -> None:
     config = CompilationConfig(**GRAPHS)
     assert config.mode == CompilationMode.NONE
     assert config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+
+
+@pytest.mark.usefixtures("borrow")
+def test_vllms_server_takes_and_says_what_a_served_teacher_asks_and_reads() -> None:
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+    from vllm.logprobs import Logprob
+
+    asked = {"model": "m", "prompt": [5, 6], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
+    params = CompletionRequest.model_validate(asked).to_sampling_params(1, {})
+    assert (params.prompt_logprobs, params.temperature, params.max_tokens) == (1, 1.0, 1)
+    places = [None, {6: Logprob(-2.5, 7, "a"), 9: Logprob(-0.5, 1, "b")}]
+    choice = {"index": 0, "text": "", "prompt_logprobs": places}
+    usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+    reply = json.loads(CompletionResponse(model="m", choices=[choice], usage=usage).model_dump_json())
+    teacher = ServedTeacher("http://host", "m", top_k=1)
+    scores = teacher.scores_of(reply["choices"][0]["prompt_logprobs"][1:], [6])
+    assert [value.tolist() for value in vars(scores).values()] == [[-2.5], [[9]], [[-0.5]]]
 
 
 @pytest.mark.usefixtures("borrow")
