@@ -156,6 +156,21 @@ METRICS = {
             "rows whose completions all earned the best reward of the run, or all earned the same lower reward",
         "data/pool_learning": "rows whose completions earned different rewards",
     },
+    "What a teacher reads": {
+        "self_distillation/success_group_fraction": "SDPOTrainer: share of groups with a successful completion",
+        "self_distillation/success_sample_fraction":
+            "SDPOTrainer: share of completions whose teacher is shown a successful completion of their group",
+        "self_distillation/feedback_available_fraction, self_distillation/feedback_used_fraction":
+            "SDPOTrainer: shares of completions with feedback, and of those whose teacher reads it",
+        "self_distillation/reprompt_sample_fraction": "share of completions that are distilled",
+        "self_distillation/cut_fraction":
+            "share of completions whose teacher reads a part only of the demonstration, context or feedback, as the "
+            "prompt would be longer than `max_reprompt_len`",
+        "self_distillation/too_long_fraction":
+            "share of completions that are not distilled, as there is no room even for that part",
+        "self_distillation/mean_prompt_length, self_distillation/max_prompt_length":
+            "tokens of the teacher's prompts, over those that differ from the policy's",
+    },
     "Completions and episodes": {
         "completions/mean_length, completions/min_length, completions/max_length": "sampled tokens per completion",
         "completions/mean_terminated_length, completions/min_terminated_length, completions/max_terminated_length":

@@ -15,11 +15,13 @@ from template_tokenizers import tokenizer_of
 from tokenizers import Tokenizer
 from trainer_runs import exact, learner, naive_logprobs
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from trl.experimental.sdft import SDFTConfig
+from trl.experimental.sdft import SDFTConfig as TrlSDFTConfig
 from trl.experimental.sdft.sdft_trainer import DemonstrationTeacherContextBuilder, SDFTTrainer
-from trl.experimental.sdpo import SDPOConfig
+from trl.experimental.sdpo import SDPOConfig as TrlSDPOConfig
 from trl.experimental.sdpo.sdpo_trainer import SDPOTrainer, SuccessfulRolloutTeacherContextBuilder
 
+from lowmem_grpo import GRPOConfig
+from lowmem_grpo.config.distillation import DistillationConfig, SDFTConfig, SDPOConfig
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, PromptSource
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
@@ -43,12 +45,8 @@ HINTS = ["{too} high", "  "]
 BOTH = {"include_environment_feedback": True}
 
 
-def settings(**others: Any) -> Any:
-    """TRL's settings and defaults, of SDPO and SDFT."""
-    usual: dict[str, Any] = {"output_dir": "unused", "report_to": "none", "use_cpu": True, "bf16": False}
-    args = SDPOConfig(**usual, num_generations=2, **others)
-    args.teacher_prompt_template = SDFTConfig(**usual).teacher_prompt_template
-    return args
+def of_trl(config: Any, **options: Any) -> Any:
+    return config(output_dir="unused", report_to="none", use_cpu=True, bf16=False, num_generations=2, **options)
 
 
 def groups_of(prompts: list[Any], rewards: list[float] = GRADES, **columns: list[Any]) -> list[RolloutGroup]:
@@ -105,10 +103,10 @@ def trl_read(built: dict[str, Any]) -> list[list[int]]:
                                                          "feedback_template": "f: {feedback_raw}"},
 ], ids=lambda options: " ".join(options) or "defaults")
 def test_sdpo_s_teachers_read_what_trl_s_read(prompts: list[Any], options: dict[str, Any]) -> None:
-    args, groups = settings(**options), groups_of(prompts, privileged_context=HINTS)
-    metrics = SuccessPrompts(args, ENCODER).assign(groups)
+    groups = groups_of(prompts, privileged_context=HINTS)
+    metrics = SuccessPrompts(SDPOConfig(**options), ENCODER).assign(groups)
     rollouts, batch, rows = trl_batch(groups)
-    builder = SuccessfulRolloutTeacherContextBuilder(trl_trainer(args, SDPOTrainer))
+    builder = SuccessfulRolloutTeacherContextBuilder(trl_trainer(of_trl(TrlSDPOConfig, **options), SDPOTrainer))
     built = builder.build(batch, [row["prompt"] for row in rows], torch.tensor(GRADES), [row["privileged_context"]
                                                                                          for row in rows])
     assert read_by(groups) == trl_read(built)
@@ -118,13 +116,13 @@ def test_sdpo_s_teachers_read_what_trl_s_read(prompts: list[Any], options: dict[
 
 @pytest.mark.parametrize("prompts", [CHATS, TEXTS], ids=["chat", "text"])
 def test_sdft_s_teachers_read_what_trl_s_read(prompts: list[Any]) -> None:
-    args, parts = settings(), [{"type": "text", "text": "first"}, {"type": "text", "text": "then"}]
+    parts = [{"type": "text", "text": "first"}, {"type": "text", "text": "then"}]
     for contexts in (["It is {5}.", 7], [[{"role": "user", "content": "Hm"}, {"role": "assistant", "content": parts}],
                                          [{"role": "assistant", "content": ""}, {"role": "user", "content": "9"}]]):
         groups = groups_of(prompts, privileged_context=contexts)
-        PrivilegedPrompts(args, ENCODER).assign(groups)
+        PrivilegedPrompts(SDFTConfig(), ENCODER).assign(groups)
         rollouts, batch, rows = trl_batch(groups)
-        built = DemonstrationTeacherContextBuilder(trl_trainer(args, SDFTTrainer)).build(
+        built = DemonstrationTeacherContextBuilder(trl_trainer(of_trl(TrlSDFTConfig), SDFTTrainer)).build(
             [row["prompt"] for row in rows], [row["privileged_context"] for row in rows], *batch.values())
         assert read_by(groups) == trl_read(built)
         assert all(rollout.fields["teacher_mask"] == 1 and rollout.teacher_prompt for rollout in rollouts)
@@ -133,7 +131,7 @@ def test_sdft_s_teachers_read_what_trl_s_read(prompts: list[Any]) -> None:
 def test_thinking_that_the_prompt_began_and_feedback_of_one_completion_are_known_too() -> None:
     group = groups_of(TEXTS, rewards=[0.7 + 0.2 + 0.1, 0, 0, 0, 0, 0])[0]  # which is less than 1 by its rounding
     group.rollouts[0].text, group.rollouts[1].extras = "Hm.</think> 5", {"privileged_context": "too low"}
-    SuccessPrompts(settings(remove_thinking_from_demonstration=True, **BOTH), ENCODER).assign([group])
+    SuccessPrompts(SDPOConfig(remove_thinking_from_demonstration=True, **BOTH), ENCODER).assign([group])
     read = [TOKENIZER.decode(rollout.teacher_prompt or []) for rollout in group.rollouts]
     solution, feedback = "\nCorrect solution:\n\n5\n\n", "attempt:\n\ntoo low\n\n"
     assert read[0] == "" and solution in read[1] and feedback in read[1] and solution in read[2]
@@ -144,7 +142,7 @@ def test_thinking_that_the_prompt_began_and_feedback_of_one_completion_are_known
 def test_a_demonstration_that_is_too_long_loses_its_end_and_the_question_stays_whole(place: int) -> None:
     group, hint = groups_of([CHATS, TEXTS][place], privileged_context=["No. " * 40, ""])[0], "No. " * 40
     group.rollouts[0].text = solution = " ".join(map(str, range(50)))
-    prompts = SuccessPrompts(settings(max_reprompt_len=160, **BOTH), ENCODER)
+    prompts = SuccessPrompts(SDPOConfig(max_reprompt_len=160, **BOTH), ENCODER)
     metrics = prompts.assign([group])
     ids = group.rollouts[1].teacher_prompt or []
     text = TOKENIZER.decode(ids)
@@ -157,11 +155,22 @@ def test_a_demonstration_that_is_too_long_loses_its_end_and_the_question_stays_w
                                                                               group.rollouts)))
 
 
+def another(template: str = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[answer] "
+            ) -> PromptEncoder:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = template
+    return PromptEncoder(tokenizer, 10)
+
+
+KINDS = ((SuccessPrompts, SDPOConfig(), None), (PrivilegedPrompts, SDFTConfig(), None),
+         (TeacherPrompts, DistillationConfig(), another()))
+
+
 def test_a_question_that_is_too_long_is_not_distilled_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     groups = groups_of(TEXTS, privileged_context=["12", "13"])
-    for kind, other in ((SuccessPrompts, None), (PrivilegedPrompts, None), (TeacherPrompts, another())):
+    for kind, config, other in KINDS:
         caplog.clear()
-        prompts = kind(settings(), ENCODER, other, longest=3)
+        prompts = kind(config, ENCODER, other, longest=3)
         with caplog.at_level(logging.WARNING):
             metrics = [prompts.assign(groups) for _ in range(2)][1]
         assert all(one.fields["teacher_mask"] == 0 and one.teacher_prompt is None for one in groups[0].rollouts)
@@ -170,43 +179,35 @@ def test_a_question_that_is_too_long_is_not_distilled_and_said_once(caplog: pyte
 
 
 def test_feedback_that_no_teacher_reads_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    SuccessPrompts(settings(), ENCODER).assign(groups_of(TEXTS, privileged_context=HINTS))
+    SuccessPrompts(SDPOConfig(), ENCODER).assign(groups_of(TEXTS, privileged_context=HINTS))
     assert "include_environment_feedback=True" in caplog.text
-
-
-def another(template: str = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[answer] "
-            ) -> PromptEncoder:
-    tokenizer = copy.deepcopy(TOKENIZER)
-    tokenizer.chat_template = template
-    return PromptEncoder(tokenizer, 10)
 
 
 def test_another_model_reads_its_own_template_and_one_of_the_same_template_the_group_s_prompt() -> None:
     groups = groups_of(CHATS)
-    metrics = TeacherPrompts(settings(), ENCODER, another()).assign(groups)
+    metrics = TeacherPrompts(DistillationConfig(), ENCODER, another()).assign(groups)
     for group, text in zip(groups, ["[user] 2 + 3?", "[system] Be {brief}.\n[user] What is 4 {x} 5?"], strict=True):
         assert {TOKENIZER.decode(one.teacher_prompt or []) for one in group.rollouts} == {text + "\n[answer] "}
     assert metrics["self_distillation/reprompt_sample_fraction"] == 1
-    same = TeacherPrompts(settings(), ENCODER, another(TOKENIZER.chat_template))
+    same = TeacherPrompts(DistillationConfig(), ENCODER, another(TOKENIZER.chat_template))
     groups[0].rollouts[0].turns, groups[0].rollouts[1].splits = [Turn([1], [2], [0.0], "stop")], [Split(1, [4])]
     assert same.assign(groups) == {}
     assert all(one.teacher_prompt is None and one.fields["teacher_mask"] == 1 for one in groups[0].rollouts)
 
 
 @pytest.mark.parametrize("episode", [{"turns": [Turn([1], [2], [0.0], "stop")]}, {"splits": [Split(1, [4])]}])
-@pytest.mark.parametrize(("kind", "other"), [
-    (SuccessPrompts, None), (PrivilegedPrompts, None), (TeacherPrompts, another())])
+@pytest.mark.parametrize(("kind", "config", "other"), KINDS)
 def test_episodes_are_refused_where_the_teacher_would_read_another_prompt(
-    kind: type[TeacherPrompts], other: PromptEncoder | None, episode: dict[str, Any]
+    kind: type[TeacherPrompts], config: GRPOConfig, other: PromptEncoder | None, episode: dict[str, Any]
 ) -> None:
     groups = groups_of(CHATS, privileged_context=HINTS)
     vars(groups[0].rollouts[1]).update(episode)
     with pytest.raises(ValueError, match="Leave out tools, environments and rollout_func"):
-        kind(settings(), ENCODER, other).assign(groups)
+        kind(config, ENCODER, other).assign(groups)
 
 
 def test_rows_of_which_no_teacher_can_learn_are_left_out_before_they_are_sampled() -> None:
-    prompts, encoder = PrivilegedPrompts(settings(), ENCODER), PromptEncoder(TOKENIZER, 1000)
+    prompts, encoder = PrivilegedPrompts(SDFTConfig(), ENCODER), PromptEncoder(TOKENIZER, 1000)
     encoder.refuses = prompts.refused
     begun = [*CHATS[0], {"role": "assistant", "content": "It is"}]
     rows = [{"prompt": CHATS[0], "privileged_context": hint} for hint in ("5", " ", None)]
@@ -232,7 +233,7 @@ def test_the_images_of_a_question_stay_in_it() -> None:
     content = [{"type": "image", "image": "a picture"}, {"type": "text", "text": "How many?"}]
     row = {"prompt": [{"role": "user", "content": content}], "privileged_context": "Two."}
     group = RolloutGroup(row, [1, 2], [Rollout([3], [0.0], "stop")])
-    PrivilegedPrompts(settings(), Reader(TOKENIZER, 10)).assign([group])
+    PrivilegedPrompts(SDFTConfig(), Reader(TOKENIZER, 10)).assign([group])
     assert seen[0]["prompt"][0]["content"] == [content[0], {"type": "text", "text": "How many?\n\nTwo."}]
 
 
@@ -246,9 +247,11 @@ def test_what_is_read_behind_other_prompts_is_aligned_and_a_prompt_of_several_is
     rollouts = [Rollout(each, [0.0] * len(each), "stop", teacher_prompt=prompt, fields={"teacher_mask": mask})
                 for each, prompt in zip(ids, [long, short, long, None], strict=True)]
     rollouts[3].trained = [True, True, False, True, False, True]
-    rollouts[0].routes = object()  # of the student's experts, which the teacher need not choose
+    rollouts[3].routes = object()  # of the student's experts, which the teacher need not choose
     group, policy = RolloutGroup({}, own, rollouts), Policy(exact())
     assert [len(batch.input_ids) for batch in pack(behind([group]))] == [29 + 4 + 5 + 8 + 7 + 4 + 6]
+    assert all(one.routes is None and not one.fields for one in behind([group])[0].rollouts)
+    rollouts[3].routes = None
     told = TokenField("told", "float64", value=attrgetter("logprobs"), behind=behind)
     learner(policy).fill_fields([group], told)
     for rollout, prompt in zip(rollouts, [long, short, long, own], strict=True):
