@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowmem_grpo.config.distillation import DistillationConfig, SDFTConfig, SDPOConfig
     from lowmem_grpo.config.grpo import GRPOConfig, RLOOConfig
     from lowmem_grpo.config.sampling import SamplingParams, vLLMSamplingParams
     from lowmem_grpo.config.sft import SFTConfig
@@ -12,14 +13,17 @@ if TYPE_CHECKING:
     from lowmem_grpo.loader import FastLanguageModel, FastModel, FastVisionModel
     from lowmem_grpo.models.card_check import is_bfloat16_supported
     from lowmem_grpo.rollout.rollout_func import generate_rollout_completions
+    from lowmem_grpo.trainer.distillation import DistillationTrainer, SDFTTrainer, SDPOTrainer
     from lowmem_grpo.trainer.grpo import GRPOTrainer, RLOOTrainer
     from lowmem_grpo.trainer.sft import SFTTrainer
 
 __version__ = "0.1.0"
 __all__ = [
-    "FastLanguageModel", "FastModel", "FastVisionModel", "GRPOConfig", "GRPOTrainer", "PatchFastRL", "RLOOConfig",
-    "RLOOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams", "generate_rollout_completions", "get_chat_template",
-    "is_bfloat16_supported", "standardize_data_formats", "standardize_sharegpt", "unsloth_train", "vLLMSamplingParams",
+    "DistillationConfig", "DistillationTrainer", "FastLanguageModel", "FastModel", "FastVisionModel", "GRPOConfig",
+    "GRPOTrainer", "PatchFastRL", "RLOOConfig", "RLOOTrainer", "SDFTConfig", "SDFTTrainer", "SDPOConfig",
+    "SDPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams", "generate_rollout_completions", "get_chat_template",
+    "is_bfloat16_supported", "standardize_data_formats", "standardize_sharegpt", "unsloth_train",
+    "vLLMSamplingParams",
 ]
 
 HOMES = {
@@ -29,6 +33,8 @@ HOMES = {
     **dict.fromkeys(("SamplingParams", "vLLMSamplingParams"), "config.sampling"),
     **dict.fromkeys(("GRPOConfig", "RLOOConfig"), "config.grpo"), "SFTConfig": "config.sft",
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "trainer.grpo"), "SFTTrainer": "trainer.sft",
+    **dict.fromkeys(("DistillationConfig", "SDFTConfig", "SDPOConfig"), "config.distillation"),
+    **dict.fromkeys(("DistillationTrainer", "SDFTTrainer", "SDPOTrainer"), "trainer.distillation"),
     "is_bfloat16_supported": "models.card_check", "generate_rollout_completions": "rollout.rollout_func",
 }
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.teacher import BASE, EMA, FULL, TOP_K
 from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, only
-from lowmem_grpo.utils import COUNT, SHARE, TRUTH, ZERO_OR_MORE, Rule, number
+from lowmem_grpo.utils import COUNT, SHARE, TRUTH, ZERO_OR_MORE, Rule, check_template, number
 
 OTHER_TEXTS = "All completions are sampled from the student here; train on other texts with SFTTrainer."
 OF_TEACHER: Table = OF_GRPO | {
@@ -44,9 +44,9 @@ class DistillationConfig(GRPOConfig):
 
 @dataclass
 class SelfDistillationConfig(GRPOConfig):
-    """The fields that TRL's SDPOConfig and SDFTConfig share: the teacher is the trained model, and reads more."""
+    """The fields that TRL's SDPOConfig and SDFTConfig share: the teacher is the trained model, and reads more. A longer
+    prompt than the context has room for is left out; TRL cuts prompts to 512 tokens."""
 
-    max_prompt_length: int | None = 512
     max_completion_length: int = 256
     distillation_weight: float = 1.0
     disable_dropout: bool = True
@@ -81,6 +81,13 @@ class SDPOConfig(SelfDistillationConfig):
         "success_reward_threshold": number("a number", lambda value: True),
     }
 
+    def check_combinations(self) -> None:
+        super().check_combinations()
+        for name, fields in {"reprompt_template": ("prompt", "solution", "feedback"),
+                             "solution_template": ("successful_previous_attempt",),
+                             "feedback_template": ("feedback_raw",)}.items():
+            check_template(name, getattr(self, name), fields)
+
 
 @dataclass
 class SDFTConfig(SelfDistillationConfig):
@@ -95,3 +102,8 @@ class SDFTConfig(SelfDistillationConfig):
     """The first tokens of each completion, which are not learnt."""
 
     RANGES: ClassVar[dict[str, Rule]] = {"num_loss_tokens_to_skip": ZERO_OR_MORE}
+
+    def check_combinations(self) -> None:
+        super().check_combinations()
+        fields = "prompt", "privileged_context"
+        check_template("teacher_prompt_template", self.teacher_prompt_template, fields, needed=fields)

@@ -7,8 +7,9 @@ from lowmem_grpo.utils import COUNT, POSITIVE, SHARE, TRUTH, Rule, one_of
 
 BASE, EMA, LIVE = "base", "ema", "live"  # teachers that are the trained model itself
 OF_MODEL = (BASE, EMA, LIVE)
+STORED = "stored"  # the dataset has completions, and what a teacher said about them
 SAMPLED, TOP_K, FULL = "sampled_token", "topk_logits", "full_logits"
-NAMED: Rule = ("\"base\", \"ema\", \"live\", a folder with an adapter, the name or folder of a model, or a URL",
+NAMED: Rule = ('"base", "ema", "live", "stored", a folder with an adapter, the name or folder of a model, or a URL',
                lambda value: isinstance(value, str) and bool(value.strip()))
 
 
@@ -19,7 +20,8 @@ class TeacherSettings:
     teacher: str | None = None
     """Not in TRL's GRPO: "base" (the model without its adapter), "ema" (an average of the adapter over the steps),
     "live" (the model as it is), a folder with an adapter for the same base model, the name or folder of a model with
-    the same tokens, or the URL of a server. None: there is no teacher."""
+    the same tokens, the URL of a server, or "stored": the rows have completions with a teacher's likeliest tokens
+    (docs/distillation.md). None: there is no teacher."""
     distillation_weight: float = 0.5
     """With a teacher the loss is (1 - distillation_weight) * policy loss + distillation_weight * distillation loss."""
     distillation_mode: str = SAMPLED
@@ -56,6 +58,11 @@ class TeacherSettings:
         """True if the loss has a distillation term."""
         return self.teacher is not None and self.distillation_weight > 0
 
+    @property
+    def is_served(self) -> bool:
+        """True if the teacher answers at a URL."""
+        return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
+
     def check_teacher(self, config: Any) -> None:
         """Raise ValueError for settings of the teacher that contradict each other or the other settings `config`."""
         mode = self.distillation_mode
@@ -70,6 +77,13 @@ class TeacherSettings:
         if self.teacher == LIVE and not self.privileged:
             raise ValueError("teacher is 'live', the policy itself, which reads what the policy reads: nothing "
                              "differs. Take 'ema' or 'base', or SDPOTrainer or SDFTTrainer, whose teacher reads more")
+        if self.teacher == STORED and (mode != TOP_K or self.distillation_weight < 1 or config.num_generations != 1):
+            raise ValueError(f"teacher is {STORED!r}: each row has one completion with a teacher's likeliest tokens, "
+                             f"and no policy sampled it. Set distillation_mode={TOP_K!r}, distillation_weight=1.0 and "
+                             "num_generations=1, as DistillationConfig has them")
+        if self.is_served and (mode == FULL or config.temperature != 1):
+            raise ValueError(f"teacher is {self.teacher!r}, which tells the likeliest tokens at temperature 1: set "
+                             f"distillation_mode to {SAMPLED!r} or {TOP_K!r}, and temperature=1.0")
         for name, off in {"train_while_sampling": False, "replay_buffer_size": 0}.items():
             if getattr(config, name):
                 raise ValueError(f"{name} is {getattr(config, name)!r}, and the teacher {self.teacher!r} reads each "

@@ -33,9 +33,9 @@ REFUSED = {name: advice for names, advice in {
     "RewardTrainer RewardConfig PRMTrainer PRMConfig": "No reward model is trained here: train it with TRL, and give "
                                                        "it in reward_funcs.",
     "PPOTrainer PPOConfig": "There is no value model here: train with GRPOTrainer, whose groups give the baseline.",
-    "DistillationTrainer DistillationConfig GKDTrainer GKDConfig MiniLLMTrainer MiniLLMConfig GOLDTrainer GOLDConfig "
-    "SDFTTrainer SDFTConfig SDPOTrainer SDPOConfig SSDTrainer SSDConfig":
-        "No teacher's distribution is trained on here: train on its texts with SFTTrainer, or with TRL.",
+    "GKDTrainer GKDConfig MiniLLMTrainer MiniLLMConfig GOLDTrainer GOLDConfig SSDTrainer SSDConfig":
+        "A teacher's distribution is learnt on the student's own completions: with DistillationTrainer, or with "
+        "SDFTTrainer and SDPOTrainer from the model itself. For other texts take SFTTrainer.",
     "AsyncGRPOTrainer AsyncGRPOConfig":
         "There is no second card that samples: train with GRPOTrainer, where train_while_sampling=True trains on "
         "finished groups while others are sampled.",

@@ -4,7 +4,8 @@
     between     m = (1 - alpha) p + alpha q;  alpha KL(q || m) + (1 - alpha) KL(p || m)       (arXiv 2306.13649)
 
 Whole vocabularies are compared without logits by `kernels/linear_divergence.py`; here are the forms that look at some
-tokens only, in plain torch.
+tokens only, in plain torch. Log-probabilities are finite, in nats, of both sides at one temperature; gradients reach
+the student only if the teacher's have none.
 """
 
 import math
@@ -48,3 +49,12 @@ def sampled_token_loss(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
 def clipped_ratio(logprobs: Tensor, old_logprobs: Tensor, most: float) -> Tensor:
     """Return the weight (N,) of tokens sampled by an older policy: the ratio of probabilities, at most `most`."""
     return (logprobs.detach() - old_logprobs).clamp(max=math.log(most)).exp()
+
+
+def mean_of_sequences(sequence_ids: Tensor, taught: Tensor, rollouts: int, sequences: float) -> Tensor:
+    """Return the weights (N,) of a mean over sequences of each sequence's mean over its tokens that are `taught` (N,)
+    bool. `sequence_ids` (N,) int64 are below `rollouts`; `sequences` counts all of the step's, also those without a
+    taught token, which add 0."""
+    lengths = torch.zeros(rollouts, dtype=torch.long, device=taught.device)
+    lengths.index_add_(0, sequence_ids, taught.long())
+    return 1 / (lengths.clamp(min=1)[sequence_ids] * sequences)

@@ -56,18 +56,22 @@ class GRPOTrainer(TrlApi):
         reward_processing_classes: Any = None, callbacks: list[Any] | None = None, optimizers: Any = (None, None),
         quantization_config: Any = None, peft_config: Any = None, tools: Any = None, rollout_func: Any = None,
         environment_factory: Any = None, engine: Engine | None = None, tokenizer: Any = None, parse: Any = None,
-        **others: Any,
+        teacher: Any = None, **others: Any,
     ) -> None:
-        """The parameters are TRL's, in TRL's order, and two of our own: `engine`, the caller's rollout engine, and
-        `parse`, a parser of tool calls in a format that is not built in (see `Toolbox`). `tokenizer` is an older name
-        of `processing_class`. `others` are fields of GRPOConfig; any other name is refused."""
+        """The parameters are TRL's, in TRL's order, and three of our own: `engine`, the caller's rollout engine,
+        `parse`, a parser of tool calls in a format that is not built in (see `Toolbox`), and `teacher`, as in
+        GRPOConfig or a loaded model. `tokenizer` is an older name of `processing_class`. `others` are fields of
+        GRPOConfig; any other name is refused."""
         check_model(model, type(self))
+        if teacher is not None:
+            others["teacher"] = teacher if isinstance(teacher, str) else name_of(teacher)
         config = taken_in(others, settings_of(args, self.settings), type(self))
         players = self.players = EpisodeSetup(config, tools, environment_factory, rollout_func, parse)
         overridden = type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards
         self.scorer = RewardScorer(*players.paid(reward_funcs, reward_processing_classes), config.reward_limit,
                                    config.score_while_sampling, players.plays, late_columns=rollout_func is not None,
-                                   override=self._calculate_rewards if overridden else None)
+                                   override=self._calculate_rewards if overridden else None,
+                                   may_be_empty=config.teaching)
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         players.images = not players.plays and rollout_func is None and may_read_images(model)
         rows = players.rows(train_dataset)
@@ -80,8 +84,14 @@ class GRPOTrainer(TrlApi):
         longest, context = lengths(config, trained.context)
         encoder = players.encoder(prompt_encoder(trained, longest, config, players.images))
         self.turns, self.player = players.turns, players.player(self, context)
+        self.teaching: Any = None
+        if config.teaching:
+            from lowmem_grpo.trainer.teaching import Teaching
+
+            self.teaching = Teaching(config, trained, encoder, None if isinstance(teacher, str) else teacher)
         parts = make_policy_parts(trained, config, prompt_source(config, rows, encoder), first, context, optimizers,
-                                  reward_models, objective_class=self.objective_class)
+                                  reward_models, objective_class=self.teaching.objective if self.teaching else
+                                  self.objective_class)
         self.parity = parts.parity
         self.sampler = Sampler(trained.model, trained.policy, trained.tokenizer, parts.memory, parts.state, parts.clock,
                                first, engine is not None, self.player)
@@ -131,7 +141,13 @@ class GRPOTrainer(TrlApi):
 
     def rollout(self) -> list[RolloutGroup]:
         """Sample and score the next prompts; return groups with rewards and advantages, selected by `Collector`."""
-        return self.collector.collect()
+        return self.read_by_teacher(self.collector.collect())
+
+    def read_by_teacher(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """Return scored groups, once the teacher, if there is one, has what it needs to read their completions."""
+        if self.teaching is not None:
+            self.teaching.read(groups)
+        return groups
 
     def split_steps(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
         size = self.args.prompts_per_step
@@ -147,7 +163,8 @@ class GRPOTrainer(TrlApi):
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Return the sampled groups' rewards, lengths and speed, measured and planned seconds, and memory use."""
-        return {**self.collector.metrics(groups, self.parts.clock.seconds["generate"]),
+        taught = {} if self.teaching is None else self.teaching.metrics
+        return {**self.collector.metrics(groups, self.parts.clock.seconds["generate"]), **taught,
                 **super().measured(before, groups, timing)}
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
@@ -162,14 +179,14 @@ class GRPOTrainer(TrlApi):
         return self.evaluation.run(rows, self.measure_loss)
 
     def measure_loss(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        return {name: value for name, value in self.learner.measure(groups).items()
+        return {name: value for name, value in self.learner.measure(self.read_by_teacher(groups)).items()
                 if name.partition("/")[0] in OF_LOSS}
 
     def evaluation_names(self) -> set[str]:
         names = self.scorer.names
         rollout = Rollout([0], [0.0], "stop", rewards=dict.fromkeys(names, 0.0), reward=0.0)
         sure = {*rollout_metrics([RolloutGroup({}, [0], [rollout])], names), "loss", "entropy"}
-        return super().evaluation_names() | sure | ({"kl"} if self.args.beta else set())
+        return super().evaluation_names() | sure | ({"kl"} if self.args.kl_weight else set())
 
     def may_measure(self, name: str) -> bool:
         return (super().may_measure(name) or name.partition("/")[0] in {*OF_LOSS, *OF_EPISODES} - {"kl"}
@@ -200,6 +217,13 @@ class RLOOTrainer(GRPOTrainer):
     """`GRPOTrainer` with the settings of RLOO: args is an RLOOConfig."""
 
     settings = RLOOConfig
+
+
+def name_of(model: Any) -> str:
+    """Return the name of a loaded model, for records."""
+    loaded = getattr(model, "loaded", None)
+    return str(getattr(loaded, "name", None) or getattr(getattr(model, "config", None), "_name_or_path", "") or
+               type(model).__name__)
 
 
 def logs(function: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import EpisodeSettings, SamplingParams
+from lowmem_grpo.config.teacher import STORED
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder
 from lowmem_grpo.data.stream import Stream, rows_of
 from lowmem_grpo.engines.request_output import as_request
@@ -23,6 +24,7 @@ from lowmem_grpo.rollout.rollout_func import RolloutFunction
 from lowmem_grpo.rollout.sampler import Player
 from lowmem_grpo.rollout.scoring import EnvironmentReward, episode_metrics
 from lowmem_grpo.rollout.speakers import HumanEngine, Tell, Watched
+from lowmem_grpo.rollout.stored_completions import StoredCompletions
 from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.trainer.model_setup import loading_options
 from lowmem_grpo.trainer.preflight.subject import Turns
@@ -136,6 +138,8 @@ class EpisodeSetup:
         """Return the player of episodes or of the rollout function; None if each rollout is a single completion."""
         if self.rollout_func is not None:
             return RolloutFunction(self.rollout_func, trainer)
+        if self.config.teacher == STORED:
+            return StoredCompletions(trainer)
         if self.specs is None:
             return None
         config = self.config

@@ -1,0 +1,142 @@
+"""The objective with a teacher: the policy loss of GRPO, and how far the policy is from its teacher at each token."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.teacher import FULL, SAMPLED
+from lowmem_grpo.kernels.linear_divergence import linear_divergence, linear_topk
+from lowmem_grpo.losses.divergence import clipped_ratio, mean_of_sequences, sampled_token_loss, top_k_divergence
+from lowmem_grpo.losses.objective import PolicyOutputs, StepTotals
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.teacher import Teacher
+from lowmem_grpo.rollout.teacher_prompts import behind
+from lowmem_grpo.trainer.grpo_objective import GRPOObjective
+from lowmem_grpo.types import TOKEN_FIELDS, LossOutput, MicroBatch, Rollout, TokenField
+
+
+class TeacherObjective(GRPOObjective):
+    """The loss (1 - w) * policy loss + w * distillation loss, w: `distillation_weight`. Without a `teacher` that
+    computes here, rollouts have what a teacher elsewhere said."""
+
+    def __init__(self, config: GRPOConfig, exact: bool, policy: Policy, teacher: Teacher | None) -> None:
+        super().__init__(config, exact)
+        self.policy, self.teacher = policy, teacher
+
+    @property
+    def alone(self) -> bool:
+        """True if there is no policy loss."""
+        return self.config.distillation_weight == 1
+
+    def needed_before(self, optimizer_steps: int) -> tuple[TokenField, ...]:
+        """Return the fields of the policy loss, if it counts, and what the teacher computes here."""
+        usual = super().needed_before(optimizer_steps)
+        if self.alone:
+            usual = tuple(field for field in usual if field.name == "old_logprobs" and self.config.distillation_is_clip)
+        if self.teacher is None:
+            return usual
+        name = "teacher_logprobs" if self.config.distillation_mode == SAMPLED else "teacher_hidden"
+        return *usual, replace(TOKEN_FIELDS[name], under=self.teacher.reading, behind=behind)
+
+    def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Return the rollouts that the policy loss trains, and those that the teacher has read."""
+        trained = [] if self.alone else super().with_gradient(rollouts)
+        known = {id(rollout) for rollout in trained}
+        return [rollout for rollout in self.counted(rollouts) if id(rollout) in known or is_taught(rollout)]
+
+    def stepped(self, step: int) -> None:
+        """Let a teacher that follows the policy do so, if it is due."""
+        if self.teacher is not None and not step % self.config.teacher_sync_steps:
+            self.teacher.follow(self.config.teacher_update_rate)
+
+    def loss(self, batch: MicroBatch, outputs: PolicyOutputs, totals: StepTotals) -> LossOutput:
+        """Return the two losses of the batch, weighed, with the metrics of both."""
+        share = self.config.distillation_weight
+        policy = None if self.alone else super().loss(batch, outputs, totals)
+        losses, values = self.compare(batch, outputs)
+        weights = self.token_weights(batch, outputs, totals)
+        if "teacher_mask" in batch.fields:
+            taught = batch.at_trained(batch.fields["teacher_mask"]) > 0
+            losses, values = torch.where(taught, losses, 0.0), {name: each[taught] for name, each in values.items()}
+        loss = share * (losses * weights).sum()
+        means = {name: each.mean() for name, each in values.items()}
+        counts = {name: float(len(each)) for name, each in values.items()}
+        if policy is None:
+            return LossOutput(loss, means, counts)
+        total, alone = (1 - share) * policy.loss + loss, policy.policy_loss
+        return replace(policy, loss=total, metrics=means | policy.metrics, counts=counts | policy.counts,
+                       policy_loss=alone if alone is None else total - (1 - share) * (policy.loss - alone))
+
+    def compare(self, batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the distillation loss (N,) of each trained token, and what is measured at them (N,)."""
+        told = {name: batch.at_trained(values) for name, values in batch.fields.items() if name.startswith("teacher_")}
+        config = self.config
+        if config.distillation_mode == FULL:
+            return self.compare_all(outputs, told["teacher_hidden"])
+        if config.distillation_mode == SAMPLED:
+            logprobs, taught = outputs.logprobs, told["teacher_logprobs"]
+            return sampled_token_loss(logprobs, taught), self.measured_at(outputs, logprobs.detach() - taught)
+        ids, taught = (told["teacher_top_ids"], told["teacher_top_logprobs"]) if self.teacher is None else (
+            self.likeliest(outputs, told["teacher_hidden"]))
+        losses = top_k_divergence(several(outputs, ids), taught, config.distillation_alpha,
+                                  config.distillation_add_tail)
+        return losses, self.measured_at(outputs, losses.detach())
+
+    def measured_at(self, outputs: PolicyOutputs, divergence: Tensor) -> dict[str, Tensor]:
+        return {"distillation/divergence": divergence, "entropy": outputs.entropy().detach()}
+
+    def compare_all(self, outputs: PolicyOutputs, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compare the whole vocabularies, from the teacher's hidden states (N, E)."""
+        own, other = self.policy.head, self.taught_by.head
+        found = linear_divergence(
+            outputs.hidden, hidden, own.weight, None if other is own else other.weight,
+            beta=self.config.distillation_alpha, temperature=outputs.temperature, bias=own.bias,
+            teacher_bias=other.bias, logit_scale=own.logit_scale, teacher_logit_scale=other.logit_scale,
+            softcap=own.softcap, teacher_softcap=other.softcap, chunk_rows=self.policy.logits_chunk)
+        return found.divergence, {
+            "distillation/divergence": found.divergence.detach(), "entropy": found.entropy,
+            "distillation/teacher_entropy": found.teacher_entropy, "distillation/agreement": found.agreement}
+
+    @torch.no_grad()
+    def likeliest(self, outputs: PolicyOutputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the student's likeliest tokens (N, K), and the teacher's log-probabilities (N, K) of them."""
+        head, teacher, most = self.policy.head, self.taught_by, self.config.distillation_topk or 1
+        _, ids = linear_topk(
+            outputs.hidden, head.weight, most, bias=head.bias, logit_scale=head.logit_scale, softcap=head.softcap,
+            temperature=outputs.temperature, chunk_rows=self.policy.logits_chunk)
+        return ids, several(PolicyOutputs(hidden, outputs.targets, teacher.at_head, teacher.head.logits_of,
+                                          outputs.temperature), ids)
+
+    @property
+    def taught_by(self) -> Policy:
+        """The policy whose head turns the teacher's hidden states into log-probabilities."""
+        return self.policy if self.teacher is None or self.teacher.other is None else self.teacher.other
+
+    def token_weights(self, batch: MicroBatch, outputs: PolicyOutputs, totals: StepTotals) -> Tensor:
+        """Return the weight (N,) of each token's divergence in the loss: one over the step's tokens, or over those of
+        its sequence and the step's sequences; with old log-probabilities, times the clipped ratio."""
+        sequences = batch.at_trained(batch.sequence_ids)
+        if self.config.by_sequence:
+            taught = batch.at_trained(batch.fields["teacher_mask"]) > 0
+            weights = mean_of_sequences(sequences, taught, len(batch.rollouts), totals.sequences)
+        else:
+            weights = torch.full(sequences.shape, 1 / max(totals.tokens, 1), device=sequences.device)
+        if "old_logprobs" in batch.fields and self.config.distillation_is_clip:
+            old = batch.at_trained(batch.fields["old_logprobs"])
+            weights = weights * clipped_ratio(outputs.logprobs, old, self.config.distillation_is_clip)
+        return weights
+
+
+def several(outputs: PolicyOutputs, ids: Tensor) -> Tensor:
+    """Return the log-probabilities (N, K) of tokens `ids` (N, K) at the N trained tokens."""
+    places = torch.arange(len(ids), device=ids.device).repeat_interleave(ids.shape[1])
+    return outputs.several(places, ids.flatten()).view(ids.shape)
+
+
+def is_taught(rollout: Rollout) -> bool:
+    """Return whether a teacher reads the rollout; without a mask it reads all of them."""
+    mask: Any = rollout.fields.get("teacher_mask")
+    return mask is None or bool(mask.any())

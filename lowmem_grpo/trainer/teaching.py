@@ -1,0 +1,93 @@
+"""A run's teacher: making it from what the user gave, and letting it read the completions of an update."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.config.teacher import OF_MODEL, STORED
+from lowmem_grpo.data.prompts import PromptEncoder
+from lowmem_grpo.engines.served_teacher import ServedTeacher
+from lowmem_grpo.loader import FastLanguageModel
+from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.quantized_linear import linears_in_4bit
+from lowmem_grpo.models.teacher import Teacher, adapter_of
+from lowmem_grpo.rollout.teacher_prompts import PrivilegedPrompts, SuccessPrompts, TeacherPrompts, check_same_tokens
+from lowmem_grpo.trainer.model_setup import Brought
+from lowmem_grpo.trainer.parts import TrainedModel
+from lowmem_grpo.trainer.teacher_objective import TeacherObjective
+from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.utils import is_adapter
+
+
+class Teaching:
+    """The teacher of a run, and what it reads. `objective` makes the objective that learns from it."""
+
+    def __init__(self, config: GRPOConfig, trained: TrainedModel, encoder: Any, given: Any = None) -> None:
+        """`given` is a model that the user loaded; otherwise `config.teacher` says which teacher. `encoder` makes the
+        student's prompts, and leaves out rows that the teacher cannot read. ValueError for other tokens."""
+        self.config, self.ranks = config, trained.ranks
+        self.served = served_by(config, trained, given) if config.is_served else None
+        self.teacher: Teacher | None = None
+        tokenizer = own = None
+        if self.served is None and config.teacher != STORED:
+            self.teacher, tokenizer = teacher_of(config, trained, given)
+        if tokenizer is not None:
+            check_same_tokens(trained.tokenizer, tokenizer)
+            own = PromptEncoder(tokenizer, trained.context, config.chat_template_kwargs)
+        self.objective = partial(TeacherObjective, policy=trained.policy, teacher=self.teacher)
+        longest = trained.context - config.max_completion_length
+        self.prompts = prompts_of(config)(config, encoder, own, longest)
+        encoder.refuses = self.prompts.refused
+        self.metrics: dict[str, float] = {}  # of the last update's groups
+
+    def read(self, groups: list[RolloutGroup]) -> None:
+        """Decide behind which prompts the teacher reads the completions of scored groups, and which tokens count; ask a
+        teacher elsewhere."""
+        self.metrics = self.prompts.assign(groups)
+        rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
+        if skipped := getattr(self.config, "num_loss_tokens_to_skip", 0):
+            for _, rollout in rollouts:
+                counted = torch.arange(len(rollout.completion_ids)) >= skipped
+                rollout.fields["teacher_mask"] = rollout.fields["teacher_mask"] * counted
+        if (served := self.served) is not None:
+            read = [(rollout.teacher_prompt or group.prompt_ids, rollout.completion_ids) for group, rollout in rollouts]
+            told = self.ranks.first("the teacher's answers", lambda: served.score(read))
+            for (_, rollout), scores in zip(rollouts, told, strict=True):
+                rollout.fields |= {f"teacher_{name}": values for name, values in vars(scores).items()}
+
+
+def served_by(config: GRPOConfig, trained: TrainedModel, given: ServedTeacher | None) -> ServedTeacher:
+    """Return the teacher at a URL, once it has passed its self-test. TeacherError if it has not."""
+    rows = len(trained.policy.head.weight)
+    teacher = given or ServedTeacher(str(config.teacher), top_k=config.distillation_topk or 1, vocabulary=rows)
+    trained.ranks.first("the teacher's self-test", lambda: teacher.check(trained.tokenizer))
+    return teacher
+
+
+def prompts_of(config: GRPOConfig) -> type[TeacherPrompts]:
+    if hasattr(config, "teacher_prompt_template"):
+        return PrivilegedPrompts
+    return SuccessPrompts if hasattr(config, "reprompt_template") else TeacherPrompts
+
+
+def teacher_of(config: GRPOConfig, trained: TrainedModel, given: Any) -> tuple[Teacher, Any]:
+    """Return the teacher, and the tokenizer whose chat template it reads if that is not the student's."""
+    policy, name = trained.policy, str(config.teacher)
+    if given is None and name in OF_MODEL:
+        return Teacher(name, policy), None
+    if given is None and is_adapter(Path(name).expanduser()):
+        folder = Path(name).expanduser().absolute()
+        return Teacher(name, policy, adapter_of(folder, policy, trained.model.loaded)), None
+    if given is trained.model:
+        raise ValueError("the teacher is the model that is trained; say teacher='base', 'ema' or 'live', or load "
+                         "another model")
+    if given is None:
+        model, _ = FastLanguageModel.from_pretrained(name, max_seq_length=trained.context, device=str(policy.device),
+                                                     load_in_4bit=any(linears_in_4bit(policy.base)))
+    else:
+        model = given if hasattr(given, "loaded") else Brought(given, None, None, None, config, 0).loaded()
+    other = Policy(getattr(model, "inner", model), policy.autocast_dtype, config.logits_chunk)
+    return Teacher(name, policy, other=other), model.loaded.tokenizer
