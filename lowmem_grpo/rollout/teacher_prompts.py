@@ -23,6 +23,9 @@ PROBES = (  # texts that tokenizers split differently
     "It's 3,141.59 or 1e-05; 0123456789 and 12 345.", "  two  spaces\t\ttabs \r\n\n\n lines ",
     "def f(x):\n    return {x: [1, -2]}  # $x^2$ <b>&amp;</b>",
     "nai\u0308ve caf\u00e9 \ufb01 \u6771\u4eac \U0001f468\u200d\U0001f680")
+EPISODES = ("the teacher is to read another prompt than the policy, and an episode has several turns or a prompt of "
+            "its own. Leave out tools, environments and rollout_func, or take a teacher with the student's chat "
+            "template that is told nothing more than the student (teacher= in GRPOTrainer)")
 Told = dict[str, str]  # what only the teacher is to know about a completion, by its name in a template
 
 
@@ -51,9 +54,13 @@ class TeacherPrompts:
         self.limit = min(config.max_reprompt_len, longest or config.max_reprompt_len)
         self.warned: set[str] = set()
 
-    def check(self, dataset: Any) -> None:
-        """Raise DataError if the dataset lacks a column that the teacher is to read."""
-        for column in self.columns:
+    @classmethod
+    def check(cls, dataset: Any, plays: bool = False) -> None:
+        """Raise DataError if the dataset lacks a column that the teacher is to read, and ValueError if the policy plays
+        episodes and the teacher is told more."""
+        if plays and cls.tells:
+            raise ValueError(EPISODES)
+        for column in cls.columns:
             check_dataset(dataset, column)
 
     def refused(self, row: Mapping[str, Any]) -> str:
@@ -81,9 +88,7 @@ class TeacherPrompts:
 
     def check_single(self, rollout: Rollout) -> None:
         if (self.tells or not self.same) and (rollout.turns or rollout.splits):
-            raise ValueError("the teacher is to read another prompt than the policy, and an episode has several turns "
-                             "or a prompt of its own. Leave out tools, environments and rollout_func, or take a "
-                             "teacher with the student's chat template that is told nothing more than the student")
+            raise ValueError(EPISODES)
 
     def told(self, group: RolloutGroup) -> list[Told]:
         """Return what the teacher is told beside the prompt, for each rollout."""

@@ -75,6 +75,10 @@ class GRPOTrainer(TrlApi):
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         players.images = not players.plays and rollout_func is None and may_read_images(model)
         rows = players.rows(train_dataset)
+        if config.teaching:
+            from lowmem_grpo.trainer.teaching import prompts_of
+
+            prompts_of(config).check(rows, players.plays)
         trained = bring_model(model, config, either(processing_class, tokenizer), peft_config, quantization_config,
                               tokens_of_row(config))
         reward_models = [func for func in self.scorer.funcs if isinstance(func, RewardModel)]

@@ -11,16 +11,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 from small_models import TINY
-from template_tokenizers import tokenizer_of
+from template_tokenizers import tokenizer_of, weather
 from tokenizers import Tokenizer
-from trainer_runs import exact, learner, naive_logprobs
+from trainer_runs import ROWS, exact, learner, naive_logprobs
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trl.experimental.sdft import SDFTConfig as TrlSDFTConfig
-from trl.experimental.sdft.sdft_trainer import DemonstrationTeacherContextBuilder, SDFTTrainer
+from trl.experimental.sdft.sdft_trainer import DemonstrationTeacherContextBuilder
+from trl.experimental.sdft.sdft_trainer import SDFTTrainer as TrlSDFTTrainer
 from trl.experimental.sdpo import SDPOConfig as TrlSDPOConfig
 from trl.experimental.sdpo.sdpo_trainer import SDPOTrainer, SuccessfulRolloutTeacherContextBuilder
 
-from lowmem_grpo import GRPOConfig
+from lowmem_grpo import GRPOConfig, SDFTTrainer
 from lowmem_grpo.config.distillation import DistillationConfig, SDFTConfig, SDPOConfig
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, PromptSource
 from lowmem_grpo.models.packing import pack
@@ -122,7 +123,7 @@ def test_sdft_s_teachers_read_what_trl_s_read(prompts: list[Any]) -> None:
         groups = groups_of(prompts, privileged_context=contexts)
         PrivilegedPrompts(SDFTConfig(), ENCODER).assign(groups)
         rollouts, batch, rows = trl_batch(groups)
-        built = DemonstrationTeacherContextBuilder(trl_trainer(of_trl(TrlSDFTConfig), SDFTTrainer)).build(
+        built = DemonstrationTeacherContextBuilder(trl_trainer(of_trl(TrlSDFTConfig), TrlSDFTTrainer)).build(
             [row["prompt"] for row in rows], [row["privileged_context"] for row in rows], *batch.values())
         assert read_by(groups) == trl_read(built)
         assert all(rollout.fields["teacher_mask"] == 1 and rollout.teacher_prompt for rollout in rollouts)
@@ -218,8 +219,16 @@ def test_rows_of_which_no_teacher_can_learn_are_left_out_before_they_are_sampled
                               "a last message of the user": 1}
     with pytest.raises(DataError, match="row 1: empty privileged_context"):
         prompts.assign(groups_of(TEXTS, privileged_context=HINTS))
-    with pytest.raises(DataError, match="no column 'privileged_context'"):
-        prompts.check([{"prompt": "2 + 3 ="}])
+
+
+def test_rows_without_the_column_and_tools_are_refused_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.trainer.grpo.bring_model", None)
+    for rows, error, told in ((ROWS, DataError, "no column 'privileged_context'"),
+                              ([{**ROWS[0], "privileged_context": "14"}], ValueError, "Leave out tools")):
+        with pytest.raises(error, match=told):
+            SDFTTrainer(str(TINY), SDFTConfig(), rows, tools=[weather] if error is ValueError else None)
 
 
 def test_the_images_of_a_question_stay_in_it() -> None:
