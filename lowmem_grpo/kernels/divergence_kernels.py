@@ -17,8 +17,22 @@ from torch import Tensor
 from torch.linalg import vecdot
 
 from lowmem_grpo.kernels.custom_op import custom_op, matmul_fp32
-from lowmem_grpo.kernels.logits import LogitShape, floor_, kernels_take, new_logits, packed_gradient
+from lowmem_grpo.kernels.logits import (
+    FLOOR,
+    LogitShape,
+    floor_,
+    floored,
+    kernels_take,
+    new_logits,
+    packed_gradient,
+    row_statistics,
+    shape_logits,
+)
+from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, triton, types_of
 
+# One row per program, 4 entries per thread. MODE: forward KL, reverse KL, JSD
+ROWS = [Launch({"BLOCK_V": 1024, "MODE": mode}, num_warps=8, num_stages=1) for mode in range(3)]
+UNCAPPED = 2.0**60  # a softcap that changes nothing, for the side without one: dividing by it is exact
 PARTS = 32  # on the CPU a chunk is compared in so many parts: what they allocate is small, and stays in the cache
 
 
@@ -29,10 +43,11 @@ def forward_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Return divergence, entropy, the teacher's entropy and agreement as one tensor (4, N), and the gradient U (N, D)
     of the divergence in the dtype of hidden, empty unless `keep_gradient`. Without a `teacher_weight` one product with
-    `weight` makes both logits."""
+    `weight` makes both logits, and `bias` is for both."""
     rows, vocabulary = len(hidden), min(len(head) for head in (weight, teacher_weight) if head is not None)
     weight = weight[:vocabulary]
-    bias, teacher_bias = (None if part is None else part[:vocabulary] for part in (bias, teacher_bias))
+    bias, teacher_bias = (None if part is None else part[:vocabulary]
+                          for part in (bias, bias if teacher_weight is None else teacher_bias))
     buffer = new_logits(hidden, 2 * min(chunk_rows, rows), vocabulary)
     results = buffer.new_empty(4, rows)
     gradient = hidden.new_empty(hidden.shape if keep_gradient else 0)
@@ -110,5 +125,137 @@ def diverge(p: Tensor, q: Tensor, gap: Tensor, beta: float) -> tuple[Tensor, Ten
     return divergence.clamp_(min=0), ratio.sub_(mean[:, None]).mul_(p).mul_(1 - beta)
 
 
-compare_rows = custom_op("compare_rows", compare_rows_ref, mutates=("student", "teacher"),
-                         fake=lambda student, *_: student.new_empty(4, len(student)))
+@triton.jit
+def log_probs(row_ptr, columns, inside, row_max, log_sum, temperature, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Return (z - max z, log-probabilities, slope) of a block of a row."""
+    raw = tl.load(row_ptr + columns, mask=inside, other=0.0)
+    z, slope = shape_logits(raw, 0.0, scale, softcap, temperature, HAS_SOFTCAP)
+    shifted = tl.where(inside, floored(z) - row_max, FLOOR)
+    return shifted, shifted - log_sum, slope
+
+
+@triton.jit
+def terms(log_p, log_q, beta, MODE: tl.constexpr):
+    """Return (p, a, terms of the divergence) of a block; the gradient is a for the forward KL, else p (a - sum(p a)),
+    for JSD times 1 - beta."""
+    p, q, gap = tl.exp(log_p), tl.exp(log_q), log_q - log_p
+    if MODE == 0:
+        a = p - q
+        value = q * gap + a
+    elif MODE == 1:
+        a = -gap
+        value = (q - p) - p * gap
+    else:
+        share = tl.minimum(tl.where(gap > 0, 1.0 - beta, beta), 0.9999999)  # so that 1 + w (0 - 1) stays above 0
+        mixed = tl.log(1.0 + share * (tl.exp(-tl.abs(gap)) - 1.0))
+        a = -tl.maximum(gap, 0.0) - mixed
+        value = (1.0 - beta) * (p * a) + beta * (q * (tl.minimum(gap, 0.0) - mixed))
+    return p, a, value
+
+
+@triton.jit
+def first_best(best, place, V):
+    """Return the smallest place of the largest value, from each lane's largest value and its first place."""
+    return tl.min(tl.where(best == tl.max(best, 0), place, V), 0)
+
+
+@triton.jit
+def compare_rows_kernel(
+    student_ptr, teacher_ptr, gradient_ptr, results_ptr, R, V, student_stride, teacher_stride, gradient_stride,
+    beta, temperature, scale, teacher_scale, softcap, teacher_softcap,
+    HAS_SOFTCAP: tl.constexpr, HAS_GRADIENT: tl.constexpr, BLOCK_V: tl.constexpr, MODE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    student_ptr += row * student_stride
+    teacher_ptr += row * teacher_stride
+    top, total, weighted = row_statistics(
+        student_ptr, student_ptr, V, temperature, scale, softcap, False, HAS_SOFTCAP, BLOCK_V
+    )
+    teacher_top, teacher_total, teacher_weighted = row_statistics(
+        teacher_ptr, teacher_ptr, V, temperature, teacher_scale, teacher_softcap, False, HAS_SOFTCAP, BLOCK_V
+    )
+    log_sum, teacher_log_sum = tl.log(total), tl.log(teacher_total)
+
+    lanes = tl.arange(0, BLOCK_V)
+    lane_mean, lane_value = tl.zeros((BLOCK_V,), tl.float32), tl.zeros((BLOCK_V,), tl.float32)
+    best, teacher_best = tl.full((BLOCK_V,), FLOOR, tl.float32), tl.full((BLOCK_V,), FLOOR, tl.float32)
+    place, teacher_place = lanes, lanes
+    for start in range(0, V, BLOCK_V):
+        columns = start + lanes
+        inside = columns < V
+        shifted, log_p, _ = log_probs(
+            student_ptr, columns, inside, top, log_sum, temperature, scale, softcap, HAS_SOFTCAP
+        )
+        teacher_shifted, log_q, _ = log_probs(
+            teacher_ptr, columns, inside, teacher_top, teacher_log_sum, temperature, teacher_scale, teacher_softcap,
+            HAS_SOFTCAP,
+        )
+        p, a, value = terms(log_p, log_q, beta, MODE)
+        lane_mean += p * a
+        lane_value += value
+        place = tl.where(shifted > best, columns, place)
+        best = tl.maximum(best, shifted)
+        teacher_place = tl.where(teacher_shifted > teacher_best, columns, teacher_place)
+        teacher_best = tl.maximum(teacher_best, teacher_shifted)
+    mean, divergence = tl.sum(lane_mean, 0), tl.sum(lane_value, 0)
+    agrees = first_best(best, place, V) == first_best(teacher_best, teacher_place, V)
+    tl.store(results_ptr + row, tl.where(divergence < 0, 0.0, divergence))
+    tl.store(results_ptr + R + row, log_sum - weighted / total)
+    tl.store(results_ptr + 2 * R + row, teacher_log_sum - teacher_weighted / teacher_total)
+    tl.store(results_ptr + 3 * R + row, tl.where(agrees, 1.0, 0.0))
+
+    if HAS_GRADIENT:
+        gradient_ptr += row * gradient_stride
+        for start in range(0, V, BLOCK_V):
+            columns = start + lanes
+            inside = columns < V
+            _, log_p, slope = log_probs(
+                student_ptr, columns, inside, top, log_sum, temperature, scale, softcap, HAS_SOFTCAP
+            )
+            tl.debug_barrier()  # see logprob_rows_kernel: a narrower result is written over bytes that all have read
+            _, log_q, _ = log_probs(
+                teacher_ptr, columns, inside, teacher_top, teacher_log_sum, temperature, teacher_scale,
+                teacher_softcap, HAS_SOFTCAP,
+            )
+            p, a, _ = terms(log_p, log_q, beta, MODE)
+            gradient = a if MODE == 0 else p * (a - mean)
+            gradient = gradient * slope if MODE < 2 else gradient * slope * (1.0 - beta)
+            tl.store(gradient_ptr + columns, gradient.to(gradient_ptr.dtype.element_ty), mask=inside)
+
+
+def compare_rows_triton(
+    student: Tensor, teacher: Tensor, bias: Tensor | None, teacher_bias: Tensor | None, beta: float,
+    temperature: float, scale: float, teacher_scale: float, softcap: float | None, teacher_softcap: float | None,
+    gradient_dtype: torch.dtype | None,
+) -> Tensor:
+    """Launch the kernel, one program per row; return (4, R). A gradient, if wanted, overwrites the student's logits."""
+    for logits, offset in ((student, bias), (teacher, teacher_bias)):
+        if offset is not None:  # few heads have a bias: a pass of its own saves three fourths of the variants
+            logits += offset
+    rows, vocabulary = student.shape
+    results = torch.empty(4, rows, dtype=student.dtype, device=student.device)
+    gradient = packed_gradient(student, gradient_dtype or student.dtype)
+    if rows:
+        compare_rows_kernel[(rows,)](
+            student, teacher, gradient, results, rows, vocabulary, student.stride(0), teacher.stride(0),
+            gradient.stride(0), float(beta), float(temperature), float(scale), float(teacher_scale),
+            float(softcap or UNCAPPED), float(teacher_softcap or UNCAPPED),
+            HAS_SOFTCAP=bool(softcap or teacher_softcap), HAS_GRADIENT=gradient_dtype is not None,
+            **ROWS[{0.0: 0, 1.0: 1}.get(beta, 2)].options,
+        )
+    return results
+
+
+compare_rows = custom_op(
+    "compare_rows", compare_rows_ref, compare_rows_triton, mutates=("student", "teacher"),
+    fake=lambda student, *_: student.new_empty(4, len(student)),
+)
+
+
+def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    numbers = ("beta", "temperature", "scale", "teacher_scale", "softcap", "teacher_softcap")
+    wide = dict.fromkeys(("student_ptr", "teacher_ptr", "results_ptr"), "*fp32")
+    types = types_of(compare_rows_kernel, dtype, **wide, **dict.fromkeys(numbers, "fp32"))
+    return [variant for mode, launch in enumerate(ROWS)
+            for variant in flagged(f"compare_rows {mode}", compare_rows_kernel, types, launch,
+                                   ("HAS_SOFTCAP", "HAS_GRADIENT"))]

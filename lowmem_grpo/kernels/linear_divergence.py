@@ -91,14 +91,16 @@ def linear_divergence(
         raise ValueError(f"beta is {beta}; it must be from 0 (forward KL) to 1 (reverse KL)")
     own = bias, logit_scale, softcap
     offset, scale, cap = teacher_head(teacher_weight, own, (teacher_bias, teacher_logit_scale, teacher_softcap))
-    theirs = None if teacher_weight is weight else teacher_weight
-    check_heads(student_hidden, teacher_hidden, weight, theirs, bias, offset, temperature, chunk_rows)
+    check_heads(student_hidden, teacher_hidden, weight, teacher_weight, bias, offset, temperature, chunk_rows)
+    if teacher_weight is weight and offset is bias:
+        teacher_weight = None
+    offset = None if teacher_weight is None else offset
     if chunk_rows is None:
         chunk_rows = default_rows(student_hidden.device, (2 if student_hidden.is_cuda else 1) * len(weight))
     learns = torch.is_grad_enabled() and student_hidden.requires_grad
     with torch.autocast(student_hidden.device.type, enabled=False):
         return Divergence(*FrozenHeadDivergenceFunction.apply(
-            student_hidden, teacher_hidden, weight, theirs, bias, offset, float(beta), float(temperature),
+            student_hidden, teacher_hidden, weight, teacher_weight, bias, offset, float(beta), float(temperature),
             float(logit_scale), float(scale), softcap, cap, chunk_rows, learns))
 
 
