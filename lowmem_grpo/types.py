@@ -199,6 +199,7 @@ class TokenField:
     # give another `Policy` that computes
     behind: Callable[[list[RolloutGroup]], list[RolloutGroup]] | None = None  # other prompts, for the same completions
     of_all: bool = False  # True: also computed for rollouts without a gradient
+    told: bool = True  # False: too large for all ranks to have it, and no rank needs that of another's rollouts
 
     @property
     def source(self) -> tuple[Any, Any]:
@@ -230,7 +231,7 @@ TOKEN_FIELDS = {row.name: row for row in (
     TokenField("policy_mask", "bool"),
     TokenField("advantages"),
     TokenField("teacher_logprobs", value=attrgetter("logprobs")),
-    TokenField("teacher_hidden", None, value=attrgetter("hidden")),  # (C, E), in the dtype of the teacher's head
+    TokenField("teacher_hidden", None, value=attrgetter("hidden"), told=False),  # (C, E), in the head's dtype
     TokenField("teacher_top_ids", "int64"),  # (C, K) the tokens that a teacher elsewhere thinks likeliest,
     TokenField("teacher_top_logprobs"),  # and their log-probabilities
     TokenField("teacher_mask"),  # 1 where the teacher is learnt from

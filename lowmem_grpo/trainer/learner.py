@@ -89,6 +89,7 @@ class Learner:
 
     def tell_fields(self, groups: list[RolloutGroup], fields: tuple[TokenField, ...]) -> None:
         """Exchange the values of `fields` between ranks, so that each rank has those of all rollouts."""
+        fields = tuple(field for field in fields if field.told)
         if self.ranks.count == 1 or not fields:
             return
         rollouts = members(groups)
