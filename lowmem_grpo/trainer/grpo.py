@@ -89,6 +89,7 @@ class GRPOTrainer(TrlApi):
         encoder = players.encoder(prompt_encoder(trained, longest, config, players.images))
         self.turns, self.player = players.turns, players.player(self, context)
         self.teaching: Any = None
+        self.taught: dict[str, float] = {}  # metrics of what the teacher read of the step's groups
         if config.teaching:
             from lowmem_grpo.trainer.teaching import Teaching
 
@@ -145,13 +146,13 @@ class GRPOTrainer(TrlApi):
 
     def rollout(self) -> list[RolloutGroup]:
         """Sample and score the next prompts; return groups with rewards and advantages, selected by `Collector`."""
-        return self.read_by_teacher(self.collector.collect())
-
-    def read_by_teacher(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return scored groups, once the teacher, if there is one, has what it needs to read their completions."""
-        if self.teaching is not None:
-            self.teaching.read(groups)
+        groups = self.collector.collect()
+        self.taught.update(self.read_by_teacher(groups))
         return groups
+
+    def read_by_teacher(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """Give the teacher, if there is one, what it needs to read scored groups; return metrics of that."""
+        return {} if self.teaching is None else self.teaching.read(groups)
 
     def split_steps(self, groups: list[RolloutGroup]) -> list[list[RolloutGroup]]:
         size = self.args.prompts_per_step
@@ -167,8 +168,7 @@ class GRPOTrainer(TrlApi):
 
     def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
         """Return the sampled groups' rewards, lengths and speed, measured and planned seconds, and memory use."""
-        taught = {} if self.teaching is None else self.teaching.metrics
-        return {**self.collector.metrics(groups, self.parts.clock.seconds["generate"]), **taught,
+        return {**self.collector.metrics(groups, self.parts.clock.seconds["generate"]), **self.taught,
                 **super().measured(before, groups, timing)}
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> Any:
@@ -183,7 +183,8 @@ class GRPOTrainer(TrlApi):
         return self.evaluation.run(rows, self.measure_loss)
 
     def measure_loss(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        return {name: value for name, value in self.learner.measure(self.read_by_teacher(groups)).items()
+        self.read_by_teacher(groups)
+        return {name: value for name, value in self.learner.measure(groups).items()
                 if name.partition("/")[0] in OF_LOSS}
 
     def evaluation_names(self) -> set[str]:

@@ -36,17 +36,19 @@ class Teaching:
             self.teacher, tokenizer = teacher_of(config, trained, given)
         if tokenizer is not None:
             check_same_tokens(trained.tokenizer, tokenizer)
+            if encoder.images:
+                raise ValueError(f"the student reads images, and the teacher {config.teacher} is another model, which "
+                                 "gets none of them; take 'base', 'ema' or the folder of an adapter as the teacher")
             own = PromptEncoder(tokenizer, trained.context, config.chat_template_kwargs)
         self.objective = partial(TeacherObjective, policy=trained.policy, teacher=self.teacher)
         longest = trained.context - config.max_completion_length
         self.prompts = prompts_of(config)(config, encoder, own, longest)
         encoder.refuses = self.prompts.refused
-        self.metrics: dict[str, float] = {}  # of the last update's groups
 
-    def read(self, groups: list[RolloutGroup]) -> None:
+    def read(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Decide behind which prompts the teacher reads the completions of scored groups, and which tokens count; ask a
-        teacher elsewhere."""
-        self.metrics = self.prompts.assign(groups)
+        teacher elsewhere. Return metrics of the prompts."""
+        metrics = self.prompts.assign(groups)
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
         if skipped := getattr(self.config, "num_loss_tokens_to_skip", 0):
             for _, rollout in rollouts:
@@ -57,6 +59,7 @@ class Teaching:
             told = self.ranks.first("the teacher's answers", lambda: served.score(read))
             for (_, rollout), scores in zip(rollouts, told, strict=True):
                 rollout.fields |= {f"teacher_{name}": values for name, values in vars(scores).items()}
+        return metrics
 
 
 def served_by(config: GRPOConfig, trained: TrainedModel, given: ServedTeacher | None) -> ServedTeacher:
