@@ -200,6 +200,7 @@ class TokenField:
     behind: Callable[[list[RolloutGroup]], list[RolloutGroup]] | None = None  # other prompts, for the same completions
     of_all: bool = False  # True: also computed for rollouts without a gradient
     told: bool = True  # False: too large for all ranks to have it, and no rank needs that of another's rollouts
+    packed: bool = True  # False: a micro-batch reads it from its rollouts, by `MicroBatch.of_rollouts`
 
     @property
     def source(self) -> tuple[Any, Any]:
@@ -231,7 +232,7 @@ TOKEN_FIELDS = {row.name: row for row in (
     TokenField("policy_mask", "bool"),
     TokenField("advantages"),
     TokenField("teacher_logprobs", value=attrgetter("logprobs")),
-    TokenField("teacher_hidden", None, value=attrgetter("hidden"), told=False),  # (C, E), in the head's dtype
+    TokenField("teacher_hidden", None, value=attrgetter("hidden"), told=False, packed=False),  # (C, E)
     TokenField("teacher_top_ids", "int64"),  # (C, K) the tokens that a teacher elsewhere thinks likeliest,
     TokenField("teacher_top_logprobs"),  # and their log-probabilities
     TokenField("teacher_mask"),  # 1 where the teacher is learnt from
@@ -275,6 +276,11 @@ class MicroBatch:
     def at_trained(self, values: Tensor) -> Tensor:
         """Return those of `values` (T, ...) at positions whose target the policy sampled, as a tensor (N, ...)."""
         return values.index_select(0, self.trained)
+
+    def of_rollouts(self, name: str) -> Tensor:
+        """Return the rollouts' field `name`, which is not packed, at the trained tokens, (N, ...), on the device."""
+        values = torch.cat([TOKEN_FIELDS[name].of(rollout) for rollout in self.rollouts])
+        return (values if self.homes is None else values[self.homes]).to(self.trained.device)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return the same batch with every tensor on `device`, except `host_ids` and `homes`."""

@@ -31,12 +31,14 @@ from lowmem_grpo.memory.offload.pages import Copies
 from lowmem_grpo.models.lora_targets import ALL_LINEAR
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.teacher import Teacher
 from lowmem_grpo.models.vision import ImageInputs, PatchedImage
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.optim import make_optimizer
 from lowmem_grpo.trainer.run_memory import keep_layers
 from lowmem_grpo.trainer.step_accumulator import StepAccumulator
+from lowmem_grpo.trainer.teacher_objective import TeacherObjective
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import GIB
 
@@ -60,13 +62,14 @@ class Weighed:
 
 def weigh(
     config: dict[str, Any], lengths: list[int], features: Features | None = None, rank: int = 32,
-    batch: MicroBatch | None = None,
+    batch: MicroBatch | None = None, teacher: dict[str, Any] | None = None,
 ) -> Weighed:
     """Count the bytes of one optimizer step over a group of completions; `lengths` are tokens of whole sequences.
 
     Only the largest micro-batch, or `batch`, is run, as if after another one. All micro-batches together hold no more,
     because one ends before the next begins.
     `config` holds the fields of a config.json. Weights are NF4 with double quantization, computing in bfloat16.
+    `teacher` holds settings of a teacher, which has read the completions before.
     """
     features = features or Features()
     kind = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
@@ -76,7 +79,7 @@ def weigh(
     known = Known({1: len(batch.images), len(batch.input_ids): int(batch.loss_mask.sum())}, len(batch.rollouts))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         make_fake(model)
-        learner = learner_of(model, lengths, features, Unmeasured)
+        learner = learner_of(model, lengths, features, Unmeasured, teacher or {})
         policy, optimizer = learner.policy, learner.optimizer
         tensors: dict[str, Any] = {
             name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
@@ -86,6 +89,8 @@ def weigh(
                 for parameter in policy.trainable:
                     parameter.grad = torch.zeros_like(parameter)
             copies = CountedCopies(live) if features.checkpointing == "offload" else None
+            with live.on_host():
+                teach(batch, learner)
             offload = ActivationOffload(model, copies)
             offload.read_ahead(features.head_groups == 1)
             with offload:
@@ -99,6 +104,16 @@ def weigh(
         device=sum(sizes.values()) + states + max(peak, live.peak - states), host=live.host_peak + on_host,
         gradients=gradients, optimizer=states, activations=peak - gradients, breakdown=found, **sizes,
     )
+
+
+def teach(batch: MicroBatch, learner: Learner) -> None:
+    """Give a batch what the pass of a teacher leaves on the host."""
+    size = learner.policy.head.weight.shape[1]
+    for field in learner.objective.needed_before(1):
+        if field.packed:
+            batch.fields[field.name] = torch.empty(len(batch.input_ids))
+        for rollout in () if field.packed else batch.rollouts:
+            rollout.fields[field.name] = torch.empty(len(rollout.completion_ids), size, dtype=learner.policy.dtype)
 
 
 def know_images(policy: Policy, batch: MicroBatch) -> list[Tensor]:
@@ -119,15 +134,22 @@ class Unmeasured(GRPOObjective):
         return {}
 
 
-def learner_of(model: Any, lengths: list[int], features: Features, objective: type[GRPOObjective]) -> Learner:
-    """Return the learner for a step of sequences of these lengths."""
-    settings = GRPOConfig(max_completion_length=max(lengths), optim=features.optim)
+class UnmeasuredTeaching(Unmeasured, TeacherObjective):
+    """The same with a teacher."""
+
+
+def learner_of(model: Any, lengths: list[int], features: Features, objective: type[GRPOObjective],
+               teacher: dict[str, Any] | None = None) -> Learner:
+    """Return the learner for a step of sequences of these lengths; `teacher` holds settings of a teacher."""
+    settings = GRPOConfig(max_completion_length=max(lengths), optim=features.optim, **(teacher or {}))
     policy = (Policy if features.no_logits else LogitsPolicy)(model, logits_chunk=features.logits_chunk)
     policy.head_groups = features.head_groups
     with unset_fake_temporarily():  # its tables of 8-bit codes are computed
         optimizer = make_optimizer(policy.trainable, settings)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    return Learner(policy, settings, objective(settings), optimizer, schedule)
+    made = objective(settings) if not teacher else UnmeasuredTeaching(
+        settings, True, policy, Teacher(str(settings.teacher), policy))
+    return Learner(policy, settings, made, optimizer, schedule)
 
 
 def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from lowmem_grpo.config.teacher import EMA, OF_MODEL
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES
 from lowmem_grpo.memory.layer_forms import FP8
 from lowmem_grpo.runs.views.terminal import UserPath, columns, echo, plain_errors, was_given
@@ -48,12 +49,15 @@ CHECKPOINTING: dict[str, bool | str] = {"auto": "auto", "offload": "offload", "t
               "leaves of the context]")
 @click.option("--images", type=int, help="Images of a prompt, for a model of images.  [default: 1]")
 @click.option("--image-pixels", type=int, help="Pixels of an image.  [default: 262144, which is 512 x 512]")
+@click.option("--teacher", help="A teacher that compares whole vocabularies: base, ema, live, adapter (its folder's "
+              "adapter), or another model, as --model names it.")
 @click.option("--max-context", is_flag=True, help="Find the longest context that fits.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, in bytes.")
 def plan(
     model: str, gpu: str, gpu_memory_utilization: float | None, checkpointing: str, max_context: bool, as_json: bool,
     prompts: int | None, prompt_length: int | None, completion_length: int | None, max_completion_length: int | None,
-    gpus: int, load_in_4bit: bool, load_in_fp8: bool, images: int | None, image_pixels: int | None, **settings: Any,
+    gpus: int, load_in_4bit: bool, load_in_fp8: bool, images: int | None, image_pixels: int | None,
+    teacher: str | None, **settings: Any,
 ) -> None:
     """Plan the memory of a run, choose settings that fit the card, and estimate how long a step takes.
 
@@ -92,11 +96,14 @@ def plan(
         asked = replace(asked, completions_per_step=step, sequences=min(step, MOST_SEQUENCES),
                         longest_completion=max_completion_length, ranks=gpus)
         longest = planner.max_context(config, asked, card) if max_context else None
-        memory = planner.plan(config, replace(asked, context=longest) if longest else asked, card, model)
+        asked = replace(asked, context=longest or asked.context)
+        places = step * (max_completion_length or asked.context)
+        asked = replace(asked, **({} if teacher is None else teacher_settings(teacher, shape, form, places)))
+        memory = planner.plan(config, asked, card, model)
         fitted = memory.settings
         work = Workload.within(fitted.context, prompts, fitted.num_generations, prompt_length, completion_length,
                                max_completion_length)
-        time = plan_time(memory, shape, work)
+        time = plan_time(memory, shape, replace(work, forward_only=int(teacher is not None)))
         if as_json:
             extra = {"max_context": longest} if max_context else {}
             click.echo(json.dumps(memory.to_dict() | {"time": asdict(time), "family": said} | extra, indent=2))
@@ -120,6 +127,16 @@ def image_tokens(shape: Any, images: int | None, pixels: int | None) -> int:
     each = shape.vision.tokens(pixels or SQUARE)
     echo(f"an image of {pixels or SQUARE:,} pixels is {each:,} tokens of a prompt", err=True)
     return (images or 1) * each
+
+
+def teacher_settings(teacher: str, student: Any, form: str, places: int) -> dict[str, Any]:
+    """Return the settings of a plan with a teacher, whose last hidden states are kept at `places` tokens."""
+    from lowmem_grpo.memory.model_shape import ModelShape
+    from lowmem_grpo.models.stored_model import config_of
+
+    own = None if teacher in (*OF_MODEL, "adapter") else ModelShape.from_config(config_of(teacher))
+    return {"keeps_teacher": teacher in (EMA, "adapter"), "teacher_hidden_bytes": 2 * places * (own or student).hidden,
+            "teacher_bytes": 0 if own is None else own.weight_bytes(form) + own.table_bytes + own.host_bytes()}
 
 
 def stored_in_fp8(config: Any) -> bool:

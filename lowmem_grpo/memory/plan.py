@@ -48,6 +48,9 @@ class RunSettings:
     completions_per_step: int | None = None  # an upper bound on those in a micro-batch; None: unknown
     host_bytes: int | None = None  # host memory that the run may fill; None: unknown
     keeps_reference: bool = False  # whether the KL term compares with a copy of the adapter, kept on the host
+    keeps_teacher: bool = False  # whether a teacher has an adapter of its own, kept on the host
+    teacher_bytes: int = 0  # weights on the card of a teacher that is another model
+    teacher_hidden_bytes: int = 0  # a teacher's last hidden states at an update's completions, on the host
     reward_bytes: int = 0  # on the card while the largest reward model scores
     reward_host_bytes: int = 0  # all reward models, on the host between steps
     image_tokens: int = 0  # of a prompt, at most
@@ -60,7 +63,8 @@ class RunSettings:
                          "kv_bytes", "chunk_rows", "sequences", "completions_per_step", "longest_completion",
                          "head_groups", "ranks"), COUNT),
         "mlp_tile": at_least(0), "kept_layers": at_least(0), "spread": ZERO_OR_MORE,
-        **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes", "image_tokens"), ZERO_OR_MORE),
+        **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes", "image_tokens", "teacher_bytes",
+                         "teacher_hidden_bytes"), ZERO_OR_MORE),
         "engine": one_of(*ENGINES),
         "checkpointing": one_of(*CHECKPOINTING), "sampling_weights": one_of(*SAMPLING_WEIGHTS),
         "optim": one_of(*OPTIMIZER_BYTES), "kv_cache_dtype": one_of(*CACHE_DTYPES),

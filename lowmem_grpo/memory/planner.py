@@ -36,7 +36,7 @@ WHOLE = "an MLP takes a micro-batch at once: there is room, and each tile would 
 LASTING = "the cache stays while training, with the CUDA graphs of token steps and all they read: there is room"
 STAYS = "the cache stays while training: there is room, and vLLM's sleep would also empty torch's own cache"
 Step = tuple[str, Any, str]  # setting, value, description
-FIXED = ("weights", "vision tower", "embedding", "head", "adapters", "gradients", "optimizer")
+FIXED = ("weights", "teacher", "vision tower", "embedding", "head", "adapters", "gradients", "optimizer")
 
 
 def plan(model_config: Any, run_config: RunSettings, device: Device, model: str = "") -> MemoryPlan:

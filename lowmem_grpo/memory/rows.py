@@ -84,6 +84,8 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     return [
         PlanRow("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
         *([PlanRow("vision tower", tower, tower, note="frozen, 16 bits")] if tower and not settings.host_tower else []),
+        *([PlanRow("teacher", settings.teacher_bytes, settings.teacher_bytes, note="weights of another model")]
+          if settings.teacher_bytes else []),
         PlanRow("embedding", on_device, on_device, note=where),
         PlanRow("head", table, table, note="16 bits"),
         PlanRow("adapters", adapters, adapters, note=f"{lora_text(shape, settings, adapted)}, float32"),
@@ -188,6 +190,8 @@ def host_row(shape: ModelShape, settings: RunSettings) -> PlanRow:
              "vision tower": shape.vision.weight_bytes if settings.host_tower and shape.vision is not None else 0,
              "optimizer": state_bytes(shape, settings)[1],
              "the reference adapter": settings.keeps_reference * trained_bytes(shape, settings),
+             "the teacher's adapter": settings.keeps_teacher * trained_bytes(shape, settings),
+             "the teacher's hidden states": settings.teacher_hidden_bytes,
              "reward models": settings.reward_host_bytes}
     held = ["layer inputs in pinned memory", *(name for name, size in names.items() if size)]
     return PlanRow("host buffers", host=inputs + sum(names.values()), note=", ".join(held))

@@ -191,7 +191,8 @@ def collate(completions: list[Completion]) -> MicroBatch:
         loss_mask=loss_mask,
         trained=loss_mask.nonzero()[:, 0],
         sequence_ids=torch.tensor([piece.rollout for piece in packed]).repeat_interleave(sizes),
-        fields={name: aligned(packed, row) for name, row in TOKEN_FIELDS.items() if all_or_none(rollouts, row)},
+        fields={name: aligned(packed, row) for name, row in TOKEN_FIELDS.items()
+                if row.packed and all_or_none(rollouts, row)},
         units=torch.tensor(number_units(completions)),
         rollouts=tuple(rollouts),
         homes=find_homes(packed, rollouts),

@@ -54,6 +54,13 @@ class Teacher:
             self.student.move(self.student.teacher_adapter, rate)
 
 
+def weight_bytes(model: Any) -> int:
+    """Return the bytes of a model's weights, with the scales of those in 4 bits."""
+    tensors = [*model.parameters(), *model.buffers()]
+    states = [state for tensor in tensors if (state := getattr(tensor, "quant_state", None)) is not None]
+    return sum(tensor.nbytes for tensor in (*tensors, *(state.absmax for state in states)))
+
+
 def adapter_of(folder: Path, student: Policy, loaded: Any) -> dict[str, Tensor]:
     """Return the values of a saved adapter for the policy's trained parameters. AdapterError unless it is of the same
     base model, rank, scale and layers; `loaded` says the policy's base model."""

@@ -96,7 +96,7 @@ class GRPOTrainer(TrlApi):
             self.teaching = Teaching(config, trained, encoder, None if isinstance(teacher, str) else teacher)
         parts = make_policy_parts(trained, config, prompt_source(config, rows, encoder), first, context, optimizers,
                                   reward_models, objective_class=self.teaching.objective if self.teaching else
-                                  self.objective_class)
+                                  self.objective_class, teacher=self.teaching and self.teaching.planned)
         self.parity = parts.parity
         self.sampler = Sampler(trained.model, trained.policy, trained.tokenizer, parts.memory, parts.state, parts.clock,
                                first, engine is not None, self.player)

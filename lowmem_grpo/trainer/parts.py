@@ -1,7 +1,7 @@
 """The parts of a trainer, built before the trainer itself: model, objective, learner and records."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,15 +143,16 @@ class PolicyParts(TrainerParts):
 def make_policy_parts(
     trained: TrainedModel, config: GRPOConfig, source: Any, engine: Engine, context: int,
     optimizers: Any = (None, None), reward_models: Sequence[RewardModel] = (), keeps_reference: bool = False,
-    objective_class: Callable[..., GRPOObjective] = GRPOObjective,
+    objective_class: Callable[..., GRPOObjective] = GRPOObjective, teacher: Mapping[str, Any] | None = None,
 ) -> PolicyParts:
     """Return the parts of a trainer whose groups `engine` samples, in sequences of at most `context` tokens. With
-    `keeps_reference` the policy keeps a KL reference even if beta is 0, because a single step may set another beta."""
+    `keeps_reference` the policy keeps a KL reference even if beta is 0, because a single step may set another beta.
+    `teacher` has the fields of the memory plan about a teacher."""
     policy = trained.policy
     if config.kl_reference == "start" and (config.kl_weight or keeps_reference):
         policy.keep_reference(config.sync_ref_model)
     memory, peaks = plan_memory(trained.model, config, policy, context, "max_completion_length", trained.ranks, engine,
-                                reward_models)
+                                reward_models, teacher or {})
     objective = objective_class(config, exact=not policy.drops)
     parts = make_parts(trained, config, source, objective, memory, peaks, optimizers)
     objective.mismatch.bound = k3_bound(policy.autocast_dtype or policy.dtype)

@@ -1,7 +1,7 @@
 """The memory plan of a run on its GPU, the settings to change if memory runs out, and the planned time of steps."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -108,10 +108,11 @@ def host_bytes_to_fill(processes: int = 1) -> int | None:
 
 def plan_memory(
     model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, length: str, ranks: Any,
-    engine: Engine | None = None, reward_models: Sequence[RewardModel] = (),
+    engine: Engine | None = None, reward_models: Sequence[RewardModel] = (), teacher: Mapping[str, Any] | None = None,
 ) -> tuple[RunMemory, PhasePeaks]:
     """Plan a run's memory; return its limits and the peaks of its phases. `length` names the setting that limits
-    sequences; `engine` is None without sampling. MemoryError if the host has no room for offloaded layer inputs."""
+    sequences; `engine` is None without sampling, and `teacher` has a teacher's fields of RunSettings. MemoryError if
+    the host has no room for offloaded layer inputs."""
     four_bit = form_of(policy.base) == NF4
     shorter = f"a lower {length} (now {getattr(config, length) or context})"
     name = "transformers" if engine is None else engine.name
@@ -121,7 +122,7 @@ def plan_memory(
     own: dict[str, Any] = {
         "ranks": ranks.count, "host_bytes": None if room is None else room + on_host,  # already in host memory
         "reward_bytes": max((reward_model.scoring_bytes for reward_model in reward_models), default=0),
-        "reward_host_bytes": on_host,
+        "reward_host_bytes": on_host, **(teacher or {}),
     }
     if engine is not None:
         memory.watch(engine)

@@ -25,6 +25,7 @@ class TeacherObjective(GRPOObjective):
     def __init__(self, config: GRPOConfig, exact: bool, policy: Policy, teacher: Teacher | None) -> None:
         super().__init__(config, exact)
         self.policy, self.teacher = policy, teacher
+        self.read: list[Rollout] = []  # by the teacher, in the last update
 
     @property
     def alone(self) -> bool:
@@ -40,6 +41,13 @@ class TeacherObjective(GRPOObjective):
             return usual
         name = "teacher_logprobs" if self.config.distillation_mode == SAMPLED else "teacher_hidden"
         return *usual, replace(TOKEN_FIELDS[name], under=self.teacher.reading, behind=behind)
+
+    def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
+        """Release the last update's hidden states of the teacher, which records may hold longer than needed."""
+        for rollout in self.read:
+            rollout.fields.pop("teacher_hidden", None)
+        self.read = rollouts
+        super().start_update(rollouts, policy_version)
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the rollouts that the policy loss trains, and those that the teacher has read."""
@@ -75,12 +83,12 @@ class TeacherObjective(GRPOObjective):
         told = {name: batch.at_trained(values) for name, values in batch.fields.items() if name.startswith("teacher_")}
         config = self.config
         if config.distillation_mode == FULL:
-            return self.compare_all(outputs, told["teacher_hidden"])
+            return self.compare_all(outputs, batch.of_rollouts("teacher_hidden"))
         if config.distillation_mode == SAMPLED:
             logprobs, taught = outputs.logprobs, told["teacher_logprobs"]
             return sampled_token_loss(logprobs, taught), self.measured_at(outputs, logprobs.detach() - taught)
         ids, taught = (told["teacher_top_ids"], told["teacher_top_logprobs"]) if self.teacher is None else (
-            self.likeliest(outputs, told["teacher_hidden"]))
+            self.likeliest(outputs, batch.of_rollouts("teacher_hidden")))
         losses = top_k_divergence(several(outputs, ids), taught, config.distillation_alpha,
                                   config.distillation_add_tail)
         return losses, self.measured_at(outputs, losses.detach())

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.config.teacher import OF_MODEL, STORED
+from lowmem_grpo.config.teacher import EMA, OF_MODEL, SAMPLED, STORED
 from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.engines.served_teacher import ServedTeacher
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.quantized_linear import linears_in_4bit
-from lowmem_grpo.models.teacher import Teacher, adapter_of
+from lowmem_grpo.models.teacher import Teacher, adapter_of, weight_bytes
 from lowmem_grpo.rollout.teacher_prompts import PrivilegedPrompts, SuccessPrompts, TeacherPrompts, check_same_tokens
 from lowmem_grpo.trainer.model_setup import Brought
 from lowmem_grpo.trainer.parts import TrainedModel
@@ -44,6 +44,18 @@ class Teaching:
         longest = trained.context - config.max_completion_length
         self.prompts = prompts_of(config)(config, encoder, own, longest)
         encoder.refuses = self.prompts.refused
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """The fields of RunSettings about the teacher, for the memory plan."""
+        config, teacher = self.config, self.teacher
+        if teacher is None:
+            return {}
+        completions, policy = config.prompts_per_generation * config.num_generations, teacher.other or teacher.student
+        places = 0 if config.distillation_mode == SAMPLED else completions * config.max_completion_length
+        return {"keeps_teacher": teacher.kind == EMA or teacher.adapter is not None,
+                "teacher_bytes": 0 if teacher.other is None else weight_bytes(teacher.other.base),
+                "teacher_hidden_bytes": places * policy.head.weight[0].nbytes}
 
     def read(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Decide behind which prompts the teacher reads the completions of scored groups, and which tokens count; ask a

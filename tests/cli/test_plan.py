@@ -50,6 +50,23 @@ def test_the_table_names_components_choices_and_the_verdict_and_what_does_not_fi
     assert "the largest known model that fits" in done.output
 
 
+def test_a_teachers_weights_adapter_and_hidden_states_would_be_missing_in_the_plan() -> None:
+    def found(*words: Any) -> dict[str, Any]:
+        done = plan("--model", "llama-3.1-8b", "--gpu", "h200", "--context", 2048, "--prompts", 2, "--json", *words)
+        assert done.exit_code == 0, done.output
+        told: dict[str, Any] = json.loads(done.output)
+        return told | {row["name"]: row for row in told["rows"]}
+
+    alone, base, ema, other = (found(*words) for words in ((), ("--teacher", "base"), ("--teacher", "ema"),
+                                                           ("--teacher", "qwen3-4b")))
+    hidden = 16 * 2048 * 4096 * 2
+    assert base["host"] - alone["host"] == hidden and ema["host"] - base["host"] == alone["adapters"]["train"]
+    assert "the teacher's adapter, the teacher's hidden states" in ema["host buffers"]["note"]
+    assert other["teacher"]["train"] == other["teacher"]["rollout"] > 0.9 * 2**31 and "teacher" not in ema
+    assert other["host"] - alone["host"] == 16 * 2048 * 2560 * 2
+    assert base["time"]["seconds"]["forward"] > alone["time"]["seconds"]["forward"]
+
+
 def test_the_longest_context_is_found_and_planned_for() -> None:
     done = plan("--model", "qwen2.5-1.5b", "--gpu", "3GiB", "--max-context", "--json")
     found = json.loads(done.output)

@@ -132,6 +132,25 @@ def test_a_step_holds_what_was_planned_within_five_percent_and_no_matrix_of_toke
     assert max(math.prod(made.shape) for _, _, made in measured.breakdown) < max(context**2 / 8, chunk * 200_000)
 
 
+TAUGHT = {"sampled_token": (0.5, {}), "full_logits": (0.5, {}), "full_logits alone": (1.0, {}),
+          "topk_logits": (0.5, {"distillation_topk": 100})}
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name != "full_logits alone")) for name in TAUGHT])
+def test_a_teacher_would_raise_the_peak_of_training(name: str) -> None:
+    """With few layers: a teacher would add as much to all of them, and more in proportion."""
+    config, tokens, (weight, changes) = shallow(named_config(LLAMA), 3), 20480, TAUGHT[name]
+    settings = {"teacher": "base", "distillation_mode": name.split()[0], "distillation_weight": weight, **changes}
+    alone, taught = weigh.weigh(config, [tokens]), weigh.weigh(config, [tokens], teacher=settings)
+    assert taught.device <= 1.05 * alone.device
+    if weight == 1:  # else the loss of the rewards keeps as much beside it
+        hidden = 2 * config["hidden_size"] * (tokens - weigh.PROMPT)
+        base, planned = (build(ModelShape.from_config(config), settings_of(tokens, teacher_hidden_bytes=size),
+                               device("24GiB")).host for size in (0, hidden))
+        assert math.isclose(taught.host - alone.host, planned - base, rel_tol=NEAR)
+
+
 KEEPERS = {  # a model, its layers, the tokens of a step, and settings of it: what the layers keep for backward
     "all": ("qwen3-4b", 8, 4096, {"checkpointing": False, "mlp_tile": 0}),
     "inputs on the card": ("qwen3-4b", 8, 4096, {"checkpointing": True}),

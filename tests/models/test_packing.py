@@ -25,6 +25,19 @@ def group(prompt: list[int], *completions: list[int], extra: bool = False) -> Ro
     return RolloutGroup({}, prompt, [rollout(ids, 1.0 + i, extra) for i, ids in enumerate(completions)])
 
 
+@pytest.mark.parametrize("trained", [None, [True, False, True, True]])
+def test_a_field_that_is_not_packed_would_be_read_at_other_tokens(trained: list[bool] | None) -> None:
+    """Its values are the tokens that they describe, and a micro-batch's places hold none of them."""
+    rollouts = [Rollout(ids, [0.0] * 4, "stop", trained=trained, splits=splits) for ids, splits in (
+        ([13, 14, 15, 16], []), ([23, 24, 25, 26], [Split(2, [90, 91, 92, 93])] if trained else []))]
+    for each in rollouts:
+        each.fields["teacher_hidden"] = torch.tensor(each.completion_ids)[:, None].expand(4, 3).bfloat16()
+    for batch in (*pack([RolloutGroup({}, [10, 11], rollouts)]), *pack([RolloutGroup({}, [10, 11], rollouts)], 5)):
+        found = batch.of_rollouts("teacher_hidden")
+        assert found.dtype == torch.bfloat16 and "teacher_hidden" not in batch.fields
+        assert found.tolist() == [[token] * 3 for token in batch.at_trained(batch.targets).tolist()]
+
+
 def test_each_target_follows_its_input_in_its_sequence() -> None:
     groups = [group([10, 11, 12], [13, 14], extra=True), group([10, 11, 12], [15, 16, 17], extra=True)]
     (batch,) = pack(groups)

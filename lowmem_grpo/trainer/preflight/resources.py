@@ -117,7 +117,7 @@ def how_long(subject: Subject) -> str | None:
     mean = max(1.0, COMPLETION_SHARE * longest)  # a guess
     time = PlannedTime(subject.plan, subject.policy.base.config).plan_step(Workload(
         args.prompts_per_generation, args.num_generations, max(1.0, fmean(lengths)), mean, longest,
-        args.num_iterations, updates, int(args.kl_weight != 0)))
+        args.num_iterations, updates, subject.passes(updates)))
     if time is None or not time.step_seconds:
         return None
     generate, train = ((part or 0.0) / time.step_seconds for part in (time.generate_seconds, time.train_seconds))

@@ -129,6 +129,7 @@ class Subject:
         self.args, self.tokenizer, self.run_dir = trainer.args, trainer.tokenizer, trainer.run_dir
         self.policy: Policy = trainer.policy
         self.state: TrainerState = trainer.state
+        self.objective = trainer.parts.objective
         self.memory: RunMemory = trainer.memory
         self.plan = self.memory.advice.plan  # None on the CPU, and for models without a memory plan
         self.context: int = trainer.model.loaded.max_seq_length  # tokens
@@ -148,6 +149,10 @@ class Subject:
         self.end_texts: list[str] = getattr(params, "stop_strings", [])  # strings that end a completion
         self.turns: Turns | None = getattr(trainer, "turns", None)  # None: single-turn
         self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # the KV cache's
+
+    def passes(self, updates: int) -> int:
+        """Return the forward passes before `updates` optimizer steps: for old policy, KL reference and teacher."""
+        return len({field.source for field in self.objective.needed_before(updates)})
 
     def sample_of(self, rows: Any, encoder: Any) -> RowSample:
         """Return a sample of the training rows; of packs, a sample of the rows in them."""

@@ -1,0 +1,60 @@
+"""What the memory plan and its estimate of time are told of a run's teacher."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import shallow
+from trainer_runs import ROWS, SMALL, load, moved
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.memory.fake_models import meta_model, stored
+from lowmem_grpo import DistillationConfig, DistillationTrainer
+from lowmem_grpo.memory.model_shape import named_config
+from lowmem_grpo.models.teacher import weight_bytes
+from lowmem_grpo.trainer.preflight.subject import Subject
+
+
+def trainer(folder: Path, teacher: Any = "base", **settings: Any) -> DistillationTrainer:
+    config = DistillationConfig(output_dir=str(folder), **(SMALL | {"num_generations": 2} | settings))
+    return DistillationTrainer(load(), teacher, config, ROWS)
+
+
+@pytest.mark.parametrize(("kind", "adapter"), [("base", False), ("ema", True), ("saved", True)])
+def test_a_teacher_on_the_students_weights_would_be_planned_as_another_model(
+    kind: str, adapter: bool, tmp_path: Path
+) -> None:
+    if kind == "saved":
+        moved(load()).save_lora(kind := str(tmp_path / "saved"))
+    made = trainer(tmp_path / "run", kind, max_completion_length=16)
+    completions, size = made.args.prompts_per_generation * 2, made.policy.head.weight.shape[1]
+    assert made.teaching.planned == {"keeps_teacher": adapter, "teacher_bytes": 0,
+                                     "teacher_hidden_bytes": completions * 16 * size * 4}
+
+
+def test_the_sampled_token_would_be_planned_with_hidden_states(tmp_path: Path) -> None:
+    made = trainer(tmp_path, "ema", distillation_mode="sampled_token")
+    assert made.teaching.planned["teacher_hidden_bytes"] == 0
+
+
+def test_another_models_weights_would_be_missing_in_the_plan(tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_pretrained(shallow())
+    wanted = sum(p.numel() for p in other.parameters()) * 4
+    assert wanted <= trainer(tmp_path, other).teaching.planned["teacher_bytes"] < 1.01 * wanted
+
+
+def test_the_scales_of_4_bit_weights_would_not_be_counted() -> None:
+    config = named_config("qwen2.5-1.5b") | {"num_hidden_layers": 2, "vocab_size": 64}
+    model = meta_model(AutoConfig.for_model(**config), torch.bfloat16, nf4=True)
+    assert weight_bytes(model) == pytest.approx(sum(tensor.nbytes for tensor in stored(model)), rel=0.005)
+
+
+@pytest.mark.parametrize(("teacher", "passes"), [("base", 1), ("http", 0)])
+def test_the_estimate_of_time_would_miss_the_pass_of_a_teacher(
+    teacher: str, passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(tmp_path)
+    if teacher == "http":  # it is asked before the update, and computes elsewhere
+        monkeypatch.setattr(made.parts.objective, "teacher", None)
+    assert Subject(made).passes(1) == passes
