@@ -105,3 +105,9 @@ def test_a_door_loads_no_file_until_a_name_of_it_is_used() -> None:
     code = f"import sys, {', '.join(doors)}; print([name for name in sys.modules if name.startswith('lowmem_grpo')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(ast.literal_eval(done.stdout)) == {"lowmem_grpo", *doors}
+
+
+@pytest.mark.slow
+def test_a_run_whose_teacher_computes_here_would_need_the_package_of_served_teachers() -> None:
+    code = "import sys; sys.modules['openai'] = None; import lowmem_grpo.trainer.teaching"
+    subprocess.run([sys.executable, "-c", code], check=True)

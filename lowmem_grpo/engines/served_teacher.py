@@ -56,14 +56,6 @@ class TeacherScores:
     top_logprobs: Tensor  # (C, K) float32
 
 
-def check_temperature(temperature: float) -> None:
-    """Raise ValueError for a temperature that the log-probabilities of a served teacher do not have."""
-    if temperature != 1:
-        raise ValueError(f"temperature is {temperature}, and the log-probabilities of a teacher at a URL are those of "
-                         "temperature 1; set temperature=1.0, or take a teacher that is computed here: an adapter's or "
-                         "a model's folder")
-
-
 class ServedTeacher:
     def __init__(self, base_url: str, model: str | None = None, api_key: str = "local", *, top_k: int = 20,
                  timeout: float = 300.0, retries: int = 5, concurrency: int = 16, vocabulary: int | None = None,

@@ -2,14 +2,13 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.teacher import EMA, OF_MODEL, SAMPLED, STORED
 from lowmem_grpo.data.prompts import PromptEncoder
-from lowmem_grpo.engines.served_teacher import ServedTeacher
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.quantized_linear import linears_in_4bit
@@ -20,6 +19,9 @@ from lowmem_grpo.trainer.parts import TrainedModel
 from lowmem_grpo.trainer.teacher_objective import TeacherObjective
 from lowmem_grpo.types import RolloutGroup
 from lowmem_grpo.utils import is_adapter
+
+if TYPE_CHECKING:
+    from lowmem_grpo.engines.served_teacher import ServedTeacher
 
 
 class Teaching:
@@ -74,8 +76,10 @@ class Teaching:
         return metrics
 
 
-def served_by(config: GRPOConfig, trained: TrainedModel, given: ServedTeacher | None) -> ServedTeacher:
+def served_by(config: GRPOConfig, trained: TrainedModel, given: "ServedTeacher | None") -> "ServedTeacher":
     """Return the teacher at a URL, once it has passed its self-test. TeacherError if it has not."""
+    from lowmem_grpo.engines.served_teacher import ServedTeacher  # imports openai
+
     rows = len(trained.policy.head.weight)
     teacher = given or ServedTeacher(str(config.teacher), top_k=config.distillation_topk or 1, vocabulary=rows)
     trained.ranks.first("the teacher's self-test", lambda: teacher.check(trained.tokenizer))

@@ -17,7 +17,7 @@ from tables import every_row
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowmem_grpo.engines.served_teacher import QUESTIONS, ServedTeacher, TeacherError, check_temperature
+from lowmem_grpo.engines.served_teacher import QUESTIONS, ServedTeacher, TeacherError
 from lowmem_grpo.rollout.stored_completions import COLUMNS, stored_values
 from tests.attacks import judge_server
 
@@ -194,12 +194,6 @@ def test_the_self_test_refuses_a_teacher_with_other_tokens(tokenizer: Any) -> No
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ServedTeacher(**({"base_url": "http://host/v1"} | settings))
-
-
-def test_a_temperature_that_a_served_teacher_cannot_have_is_refused() -> None:
-    check_temperature(1.0)
-    with pytest.raises(ValueError, match=r"temperature is 0\.7, and .* at a URL are those of temperature 1; set temp"):
-        check_temperature(0.7)
 
 
 def test_a_sequence_without_a_prompt_is_refused_and_a_url_may_end_at_its_port() -> None:
