@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.teacher import BASE, EMA, FULL, TOP_K
-from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, only
+from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, any_value, only
 from lowmem_grpo.utils import COUNT, SHARE, TRUTH, ZERO_OR_MORE, Rule, check_template, number
 
 OTHER_TEXTS = "All completions are sampled from the student here; train on other texts with SFTTrainer."
@@ -14,6 +14,7 @@ OF_TEACHER: Table = OF_GRPO | {
     **only("A teacher behind a URL is given as teacher=URL.", use_teacher_server=False),
     **only("Give the model itself, loaded as you like, as the trainer's teacher_model.", teacher_model_revision=None,
            teacher_model_init_kwargs=(None, {})),
+    **any_value("diagnostics_warning_interval", "diagnostics_flat_tolerance"),  # of warnings
 }
 
 
@@ -32,10 +33,18 @@ class DistillationConfig(GRPOConfig):
     unsupported = OF_TEACHER
     renamed = RENAMED | {"teacher_model_name_or_path": "teacher", "teacher_model_kind": "teacher"}
     RANGES: ClassVar[dict[str, Rule]] = {"num_generations": COUNT, "beta": SHARE}
+    evaluated: ClassVar[str] = "loss"
+    needs_teacher: ClassVar[bool] = True
 
     def check_combinations(self) -> None:
-        self.distillation_alpha = self.beta
+        if self.distillation_alpha != 1:
+            raise ValueError(f"distillation_alpha is {self.distillation_alpha}; DistillationConfig calls it beta, as "
+                             f"TRL does: set beta={self.distillation_alpha}")
         super().check_combinations()
+
+    @property
+    def divergence(self) -> float:
+        return self.beta
 
     @property
     def kl_weight(self) -> float:
@@ -48,6 +57,7 @@ class SelfDistillationConfig(GRPOConfig):
     prompt than the context has room for is left out; TRL cuts prompts to 512 tokens."""
 
     max_completion_length: int = 256
+    learning_rate: float = 5e-5
     distillation_weight: float = 1.0
     disable_dropout: bool = True
 
@@ -55,6 +65,7 @@ class SelfDistillationConfig(GRPOConfig):
     renamed = DistillationConfig.renamed
     privileged: ClassVar[bool] = True
     by_sequence: ClassVar[bool] = True
+    needs_teacher: ClassVar[bool] = True
 
 
 @dataclass
@@ -83,6 +94,9 @@ class SDPOConfig(SelfDistillationConfig):
 
     def check_combinations(self) -> None:
         super().check_combinations()
+        if not (self.use_successful_as_teacher or self.include_environment_feedback):
+            raise ValueError("use_successful_as_teacher and include_environment_feedback are False, so the teacher is "
+                             "told nothing; set one of them to True")
         for name, fields in {"reprompt_template": ("prompt", "solution", "feedback"),
                              "solution_template": ("successful_previous_attempt",),
                              "feedback_template": ("feedback_raw",)}.items():
@@ -101,6 +115,7 @@ class SDFTConfig(SelfDistillationConfig):
     num_loss_tokens_to_skip: int = 0
     """The first tokens of each completion, which are not learnt."""
 
+    evaluated: ClassVar[str] = "loss"
     RANGES: ClassVar[dict[str, Rule]] = {"num_loss_tokens_to_skip": ZERO_OR_MORE}
 
     def check_combinations(self) -> None:

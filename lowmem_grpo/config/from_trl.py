@@ -16,6 +16,7 @@ from lowmem_grpo.config.unsupported import field_names, suggestion
 logger = logging.getLogger(__name__)
 CLASSES = {  # (library, class) -> our class that it is read into
     ("trl", "GRPOConfig"): "GRPOConfig", ("trl", "SFTConfig"): "SFTConfig", ("trl", "RLOOConfig"): "RLOOConfig",
+    **{("trl", name): name for name in ("DistillationConfig", "SDPOConfig", "SDFTConfig")},
     ("transformers", "TrainingArguments"): "TrainSettings",
 }
 TAKEN_OVER = ("learning_rate", "logging_steps", "save_steps", "max_length", "truncation_mode", "assistant_only_loss")

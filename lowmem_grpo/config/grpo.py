@@ -52,7 +52,7 @@ class GRPOConfig(  # type: ignore[misc]  # max_completion_length may be None onl
     READ_ONCE: ClassVar[tuple[str, ...]] = (
         *TrainSettings.READ_ONCE, "num_generations", "steps_per_generation", "max_prompt_length", "truncate_prompts",
         "max_completion_length", "temperature", "top_p", "top_k", "min_p", "vllm_sampling_params", "reward_weights",
-        "entropy_coef")
+        "entropy_coef", "teacher", "distillation_weight", "distillation_mode", "distillation_topk", "max_reprompt_len")
 
     def check_combinations(self) -> None:
         super().check_combinations()

@@ -52,6 +52,7 @@ class TeacherSettings:
     }
     privileged: ClassVar[bool] = False  # whether the teacher reads more than the student
     by_sequence: ClassVar[bool] = False  # whether the distillation loss is a mean of means of sequences, not of tokens
+    needs_teacher: ClassVar[bool] = False
 
     @property
     def teaching(self) -> bool:
@@ -63,13 +64,18 @@ class TeacherSettings:
         """True if the teacher answers at a URL."""
         return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
 
+    @property
+    def divergence(self) -> float:
+        """Which divergence is learnt: `distillation_alpha`, or DistillationConfig's `beta`."""
+        return self.distillation_alpha
+
     def check_teacher(self, config: Any) -> None:
         """Raise ValueError for settings of the teacher that contradict each other or the other settings `config`."""
         mode = self.distillation_mode
-        if mode == SAMPLED and self.distillation_alpha != 1:
-            raise ValueError(f"distillation_mode is {SAMPLED!r} and distillation_alpha is {self.distillation_alpha}; "
-                             "one token gives the reverse KL only: set distillation_alpha=1.0, or the mode "
-                             f"{TOP_K!r} or {FULL!r}")
+        if mode == SAMPLED and self.divergence != 1:
+            name = "beta" if self.distillation_alpha == 1 else "distillation_alpha"
+            raise ValueError(f"distillation_mode is {SAMPLED!r} and {name} is {self.divergence}; one token gives the "
+                             f"reverse KL only: set {name}=1.0, or the mode {TOP_K!r} or {FULL!r}")
         if mode == TOP_K and self.distillation_topk is None:
             raise ValueError(f"distillation_mode is {TOP_K!r}; set distillation_topk, such as 100")
         if not self.teaching:
@@ -84,6 +90,16 @@ class TeacherSettings:
         if self.is_served and (mode == FULL or config.temperature != 1):
             raise ValueError(f"teacher is {self.teacher!r}, which tells the likeliest tokens at temperature 1: set "
                              f"distillation_mode to {SAMPLED!r} or {TOP_K!r}, and temperature=1.0")
+        alone = self.distillation_weight == 1
+        if self.teacher == EMA and alone and not self.privileged:
+            raise ValueError("teacher is 'ema', which begins as the policy: nothing is learnt from it alone. Set a "
+                             "distillation_weight below 1, with rewards, or take SDPOTrainer or SDFTTrainer")
+        idle = {"beta": config.kl_weight, "entropy_coef": config.entropy_coef,
+                "use_adaptive_entropy": config.use_adaptive_entropy,
+                "top_entropy_quantile": config.top_entropy_quantile < 1}
+        if alone and (named := [name for name, given in idle.items() if given]):
+            raise ValueError(f"distillation_weight is 1.0: there is no policy loss, which {', '.join(named)} changes; "
+                             "leave it out, or set a smaller distillation_weight")
         for name, off in {"train_while_sampling": False, "replay_buffer_size": 0}.items():
             if getattr(config, name):
                 raise ValueError(f"{name} is {getattr(config, name)!r}, and the teacher {self.teacher!r} reads each "

@@ -159,7 +159,7 @@ def over_completions(parts: list[Part]) -> dict[str, float]:
 
 LONGEST = 100_000  # the most rows of a stream to evaluate on
 OF_ALL = frozenset(name.removeprefix("_") for name in ("num_tokens", *speed("", 1.0, 1, 1)))  # in every evaluation
-OF_LOSS = ("loss", "policy_loss", "kl", "entropy", *FIRST_WORDS, "sampling",
+OF_LOSS = ("loss", "policy_loss", "kl", "entropy", *FIRST_WORDS, "sampling", "distillation",
            "mean_token_accuracy")  # the learner's metrics that evaluations have, as in TRL
 
 

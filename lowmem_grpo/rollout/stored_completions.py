@@ -4,6 +4,7 @@ asked during the run. Beside `prompt`, a row has `completion_ids` (C,), `teacher
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,9 +26,14 @@ class StoredCompletions:
     waited = 0.0  # always 0, as there is nothing to wait for
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.context = trainer, trainer.model.loaded.max_seq_length
-        self.vocabulary = int(trainer.model.get_input_embeddings().weight.shape[0])
-        self.ends = set(trainer.policy.eos_token_ids(trainer.tokenizer))
+        self.trainer = trainer  # which is not complete yet
+
+    @cached_property
+    def facts(self) -> tuple[int, int, set[int]]:
+        """The context of the model, its number of tokens, and the tokens that end a completion."""
+        model, trainer = self.trainer.model, self.trainer
+        return (model.loaded.max_seq_length, len(model.get_input_embeddings().weight),
+                set(trainer.policy.eos_token_ids(trainer.tokenizer)))
 
     def play(
         self, engine: Any, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
@@ -43,11 +49,12 @@ class StoredCompletions:
         return groups
 
     def rollout(self, prompt: Prompt) -> Rollout:
-        ids, top_ids, top_logprobs = stored_values(prompt.row, prompt.index, self.vocabulary)
-        if len(prompt.ids) + len(ids) > self.context:
+        context, vocabulary, ends = self.facts
+        ids, top_ids, top_logprobs = stored_values(prompt.row, prompt.index, vocabulary)
+        if len(prompt.ids) + len(ids) > context:
             raise DataError(f"row {prompt.index}: the prompt has {len(prompt.ids)} tokens and {COMPLETION} {len(ids)}, "
-                            f"and the model was loaded for {self.context} together; load with a larger max_seq_length")
-        return Rollout(ids, [0.0] * len(ids), finish_reason(ids, [True] * len(ids), self.ends),
+                            f"and the model was loaded for {context} together; load with a larger max_seq_length")
+        return Rollout(ids, [0.0] * len(ids), finish_reason(ids, [True] * len(ids), ends),
                        text=self.trainer.tokenizer.decode(ids, skip_special_tokens=True),
                        policy_version=self.trainer.state.policy_version,
                        fields={TOP_IDS: top_ids, TOP_LOGPROBS: top_logprobs})

@@ -3,7 +3,6 @@
 from typing import Any
 
 from lowmem_grpo.config.distillation import DistillationConfig, SDFTConfig, SDPOConfig
-from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.trainer.grpo import GRPOTrainer
 
 
@@ -19,13 +18,12 @@ class DistillationTrainer(GRPOTrainer):
                  optimizers: Any = (None, None), quantization_config: Any = None, peft_config: Any = None,
                  tools: Any = None, **others: Any) -> None:
         """The parameters are TRL's, in TRL's order; `others` are those of GRPOTrainer. ValueError without a teacher."""
-        args = settings_of(args, self.settings)
-        given = others.pop("teacher", None) if teacher_model is None else teacher_model
-        if given is None and args.teacher is None:
-            raise ValueError("there is no teacher: pass teacher_model, a model, its name, or the folder of an adapter "
-                             "for the same base model; or set teacher to 'base' or 'ema'")
-        super().__init__(model, None, args, train_dataset, eval_dataset, processing_class, None, callbacks, optimizers,
-                         quantization_config, peft_config, tools, teacher=given, **others)
+        given = [teacher for teacher in (teacher_model, others.pop("teacher", None)) if teacher is not None]
+        if len(given) > 1:
+            raise ValueError("teacher_model and teacher are two names of the same; give one of them")
+        super().__init__(model, others.pop("reward_funcs", None), args, train_dataset, eval_dataset, processing_class,
+                         None, callbacks, optimizers, quantization_config, peft_config, tools,
+                         teacher=given[0] if given else None, **others)
 
 
 class SDPOTrainer(GRPOTrainer):

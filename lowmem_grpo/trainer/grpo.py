@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -64,14 +65,22 @@ class GRPOTrainer(TrlApi):
         GRPOConfig; any other name is refused."""
         check_model(model, type(self))
         if teacher is not None:
+            teacher = os.fspath(teacher) if isinstance(teacher, os.PathLike) else teacher
             others["teacher"] = teacher if isinstance(teacher, str) else name_of(teacher)
         config = taken_in(others, settings_of(args, self.settings), type(self))
+        if config.needs_teacher and not config.teaching:
+            raise ValueError(f"{type(config).__name__} needs a teacher and a distillation_weight: pass teacher_model, "
+                             "a model, its name, or the folder of an adapter for the same base model; or set teacher")
         players = self.players = EpisodeSetup(config, tools, environment_factory, rollout_func, parse)
         overridden = type(self)._calculate_rewards is not GRPOTrainer._calculate_rewards
         self.scorer = RewardScorer(*players.paid(reward_funcs, reward_processing_classes), config.reward_limit,
                                    config.score_while_sampling, players.plays, late_columns=rollout_func is not None,
                                    override=self._calculate_rewards if overridden else None,
                                    may_be_empty=config.teaching)
+        for name in ("dynamic_sampling_rounds", "difficulty_pools"):
+            if getattr(config, name) and not self.scorer.funcs:
+                raise ValueError(f"{name} is {getattr(config, name)!r}, which goes by rewards, and there are none; "
+                                 "leave it out, or give reward_funcs")
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         players.images = not players.plays and rollout_func is None and may_read_images(model)
         rows = players.rows(train_dataset)
@@ -189,7 +198,7 @@ class GRPOTrainer(TrlApi):
 
     def evaluation_names(self) -> set[str]:
         names = self.scorer.names
-        rollout = Rollout([0], [0.0], "stop", rewards=dict.fromkeys(names, 0.0), reward=0.0)
+        rollout = Rollout([0], [0.0], "stop", rewards=dict.fromkeys(names, 0.0), reward=0.0 if names else None)
         sure = {*rollout_metrics([RolloutGroup({}, [0], [rollout])], names), "loss", "entropy"}
         return super().evaluation_names() | sure | ({"kl"} if self.args.kl_weight else set())
 
@@ -225,10 +234,10 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def name_of(model: Any) -> str:
-    """Return the name of a loaded model, for records."""
+    """Return the name of a loaded model, or the address of a served one, for records."""
     loaded = getattr(model, "loaded", None)
-    return str(getattr(loaded, "name", None) or getattr(getattr(model, "config", None), "_name_or_path", "") or
-               type(model).__name__)
+    return str(getattr(loaded, "name", None) or getattr(model, "url", "")
+               or getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
 
 
 def logs(function: Any) -> bool:

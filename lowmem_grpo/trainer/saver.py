@@ -38,7 +38,9 @@ class Saver:
         self.random, self.saved = RandomStates(parts.policy.device), -1  # the step of the last checkpoint
         self.mark()
         states = self.learner.optimizer.state_dict(), self.learner.scheduler.state_dict()
-        self.first = deepcopy((self.snapshot(), *states))
+        moves = {"teacher": True, "reference": getattr(self.config, "sync_ref_model", False)}
+        kept = {name: adapter for name, adapter in parts.policy.kept_adapters.items() if moves[name]}
+        self.first = deepcopy((self.snapshot(), *states, kept))
 
     def save(self) -> Path:
         """Write a checkpoint, in one rank only. Delete the oldest ones above `save_total_limit`, except the best."""
@@ -107,7 +109,9 @@ class Saver:
 
     def begin_again(self) -> None:
         """Reset everything except the weights to the state at construction."""
-        first, optimizer, scheduler = deepcopy(self.first)
+        first, optimizer, scheduler, kept = deepcopy(self.first)
+        for name, adapter in kept.items():
+            setattr(self.learner.policy, f"{name}_adapter", adapter)
         self.learner.optimizer.load_state_dict(optimizer)
         self.learner.scheduler.load_state_dict(scheduler)
         self.restore(first)

@@ -89,7 +89,7 @@ class TeacherObjective(GRPOObjective):
             return sampled_token_loss(logprobs, taught), self.measured_at(outputs, logprobs.detach() - taught)
         ids, taught = (told["teacher_top_ids"], told["teacher_top_logprobs"]) if self.teacher is None else (
             self.likeliest(outputs, batch.of_rollouts("teacher_hidden")))
-        losses = top_k_divergence(several(outputs, ids), taught, config.distillation_alpha,
+        losses = top_k_divergence(several(outputs, ids), taught, config.divergence,
                                   config.distillation_add_tail)
         return losses, self.measured_at(outputs, losses.detach())
 
@@ -101,7 +101,7 @@ class TeacherObjective(GRPOObjective):
         own, other = self.policy.head, self.taught_by.head
         found = linear_divergence(
             outputs.hidden, hidden, own.weight, None if other is own else other.weight,
-            beta=self.config.distillation_alpha, temperature=outputs.temperature, bias=own.bias,
+            beta=self.config.divergence, temperature=outputs.temperature, bias=own.bias,
             teacher_bias=other.bias, logit_scale=own.logit_scale, teacher_logit_scale=other.logit_scale,
             softcap=own.softcap, teacher_softcap=other.softcap, chunk_rows=self.policy.logits_chunk)
         return found.divergence, {
@@ -112,9 +112,11 @@ class TeacherObjective(GRPOObjective):
     def likeliest(self, outputs: PolicyOutputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the student's likeliest tokens (N, K), and the teacher's log-probabilities (N, K) of them."""
         head, teacher, most = self.policy.head, self.taught_by, self.config.distillation_topk or 1
+        rows = len(teacher.head.weight)  # those that both have
         _, ids = linear_topk(
-            outputs.hidden, head.weight, most, bias=head.bias, logit_scale=head.logit_scale, softcap=head.softcap,
-            temperature=outputs.temperature, chunk_rows=self.policy.logits_chunk)
+            outputs.hidden, head.weight[:rows], most, bias=None if head.bias is None else head.bias[:rows],
+            logit_scale=head.logit_scale, softcap=head.softcap, temperature=outputs.temperature,
+            chunk_rows=self.policy.logits_chunk)
         return ids, several(PolicyOutputs(hidden, outputs.targets, teacher.at_head, teacher.head.logits_of,
                                           outputs.temperature), ids)
 

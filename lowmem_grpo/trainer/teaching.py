@@ -1,13 +1,15 @@
 """A run's teacher: making it from what the user gave, and letting it read the completions of an update."""
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft import PeftModel
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.config.teacher import EMA, OF_MODEL, SAMPLED, STORED
+from lowmem_grpo.config.teacher import BASE, EMA, OF_MODEL, SAMPLED, STORED, TOP_K
 from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.policy import Policy
@@ -23,6 +25,8 @@ from lowmem_grpo.utils import is_adapter
 if TYPE_CHECKING:
     from lowmem_grpo.engines.served_teacher import ServedTeacher
 
+logger = logging.getLogger(__name__)
+
 
 class Teaching:
     """The teacher of a run, and what it reads. `objective` makes the objective that learns from it."""
@@ -31,6 +35,9 @@ class Teaching:
         """`given` is a model that the user loaded; otherwise `config.teacher` says which teacher. `encoder` makes the
         student's prompts, and leaves out rows that the teacher cannot read. ValueError for other tokens."""
         self.config, self.ranks = config, trained.ranks
+        rows, most = len(trained.policy.head.weight), config.distillation_topk
+        if config.distillation_mode == TOP_K and most is not None and most > rows:
+            raise ValueError(f"distillation_topk is {most}, and the vocabulary has {rows} tokens; set at most that")
         self.served = served_by(config, trained, given) if config.is_served else None
         self.teacher: Teacher | None = None
         tokenizer = own = None
@@ -64,6 +71,12 @@ class Teaching:
         teacher elsewhere. Return metrics of the prompts."""
         metrics = self.prompts.assign(groups)
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
+        if self.teacher is not None and self.teacher.other is not None:
+            known = len(self.teacher.other.base.get_input_embeddings().weight)
+            most = max([0, *(max(group.prompt_ids + rollout.completion_ids) for group, rollout in rollouts)])
+            if most >= known:
+                raise ValueError(f"a prompt or completion has the token {most}, and the teacher has {known} tokens; "
+                                 "take a teacher with as many as the student")
         if skipped := getattr(self.config, "num_loss_tokens_to_skip", 0):
             for _, rollout in rollouts:
                 counted = torch.arange(len(rollout.completion_ids)) >= skipped
@@ -81,7 +94,11 @@ def served_by(config: GRPOConfig, trained: TrainedModel, given: "ServedTeacher |
     from lowmem_grpo.engines.served_teacher import ServedTeacher  # imports openai
 
     rows = len(trained.policy.head.weight)
-    teacher = given or ServedTeacher(str(config.teacher), top_k=config.distillation_topk or 1, vocabulary=rows)
+    teacher = given or ServedTeacher(str(config.teacher), top_k=config.distillation_topk or 1)
+    if config.distillation_mode == TOP_K and teacher.top_k != config.distillation_topk:
+        raise ValueError(f"distillation_topk is {config.distillation_topk}, and the ServedTeacher's top_k is "
+                         f"{teacher.top_k}; give both the same number")
+    teacher.vocabulary = rows
     trained.ranks.first("the teacher's self-test", lambda: teacher.check(trained.tokenizer))
     return teacher
 
@@ -95,18 +112,25 @@ def prompts_of(config: GRPOConfig) -> type[TeacherPrompts]:
 def teacher_of(config: GRPOConfig, trained: TrainedModel, given: Any) -> tuple[Teacher, Any]:
     """Return the teacher, and the tokenizer whose chat template it reads if that is not the student's."""
     policy, name = trained.policy, str(config.teacher)
+    if isinstance(given, PeftModel) and not hasattr(given, "loaded"):
+        raise TypeError("the teacher is a PeftModel; pass its adapter's folder, or what its merge_and_unload() returns")
+    if isinstance(given, torch.nn.Module) and any(part is policy.base for part in given.modules()):
+        raise ValueError("the teacher is the model that is trained; say teacher='base' or 'ema', or load another model")
+    if name == BASE and config.distillation_weight == 1 and not (config.privileged or policy.is_trained()):
+        logger.warning("the adapter is new, so the policy is its teacher 'base' and learns nothing: continue a trained "
+                       "adapter, or take another teacher")
     if given is None and name in OF_MODEL:
         return Teacher(name, policy), None
     if given is None and is_adapter(Path(name).expanduser()):
         folder = Path(name).expanduser().absolute()
         return Teacher(name, policy, adapter_of(folder, policy, trained.model.loaded)), None
-    if given is trained.model:
-        raise ValueError("the teacher is the model that is trained; say teacher='base', 'ema' or 'live', or load "
-                         "another model")
     if given is None:
         model, _ = FastLanguageModel.from_pretrained(name, max_seq_length=trained.context, device=str(policy.device),
                                                      load_in_4bit=any(linears_in_4bit(policy.base)))
     else:
         model = given if hasattr(given, "loaded") else Brought(given, None, None, None, config, 0).loaded()
     other = Policy(getattr(model, "inner", model), policy.autocast_dtype, config.logits_chunk)
+    if other.device != policy.device:  # as TRL does
+        other.base.to(policy.device)
+        other.device = policy.device
     return Teacher(name, policy, other=other), model.loaded.tokenizer

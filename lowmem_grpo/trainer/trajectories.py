@@ -45,6 +45,7 @@ REFUSED = {  # settings of a trainer that samples, and what to do
                      "num_generations_eval"), SAMPLED_HERE),
     "vllm_max_model_length": "load with a smaller max_seq_length, or bound your own calls with max_tokens",
     "eval_strategy": "evaluate with your own rollouts, and log them under the split val",
+    "teacher": "a teacher reads what GRPOTrainer samples; leave it out",
     "load_best_model_at_end": "every step has its checkpoint; take the one that you want",
 }
 
@@ -232,6 +233,8 @@ class StepSettings:
 def check_given(config: GRPOConfig) -> None:
     """Raise ValueError for a setting that has no meaning if the caller samples."""
     check_weights(config.reward_weights, [REWARD])
+    if config.needs_teacher:
+        raise ValueError(f"args is a {type(config).__name__}, and {REFUSED['teacher']}: take a GRPOConfig")
     if config.reward_weights == [0]:
         raise ValueError("reward_weights is [0]: nothing pays; leave it out")
     for name, fix in REFUSED.items():

@@ -10,14 +10,29 @@ import pytest
 import transformers
 from trainer_runs import ROWS, SMALL, digit_sum, load
 
-from lowmem_grpo import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from lowmem_grpo import (
+    DistillationConfig,
+    DistillationTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    SDFTConfig,
+    SDFTTrainer,
+    SDPOConfig,
+    SDPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from lowmem_grpo.config.from_trl import COMPUTED, DIFFERENT, REFUSED, TAKEN_OVER, plain, settings_of
 from lowmem_grpo.trainer.trl_api import NOT_HERE
 from lowmem_grpo.utils import UnsupportedError
 
 trl = pytest.importorskip("trl")
+sdpo, sdft = (pytest.importorskip(f"trl.experimental.{name}") for name in ("sdpo", "sdft"))
 PAIRS = [(trl.GRPOTrainer, GRPOTrainer), (trl.SFTTrainer, SFTTrainer)]
-CONFIGS = [(trl.GRPOConfig, GRPOConfig), (trl.SFTConfig, SFTConfig)]
+TEACHING = [(trl.DistillationTrainer, DistillationTrainer), (sdpo.SDPOTrainer, SDPOTrainer),
+            (sdft.SDFTTrainer, SDFTTrainer)]
+CONFIGS = [(trl.GRPOConfig, GRPOConfig), (trl.SFTConfig, SFTConfig), (trl.DistillationConfig, DistillationConfig),
+           (sdpo.SDPOConfig, SDPOConfig), (sdft.SDFTConfig, SDFTConfig)]
 OF_THE_CHOICE = {"scale_rewards", "epsilon", "importance_sampling_level", "steps_per_generation", "report_to", "fp16"}
 
 
@@ -50,7 +65,12 @@ def test_every_parameter_of_trls_constructor_is_ours_too_or_refused_with_advice(
             ours(model=None, train_dataset=ROWS, **needed, **{name: object()})
 
 
-@pytest.mark.parametrize(("theirs", "ours"), PAIRS)
+@pytest.mark.parametrize(("theirs", "ours"), TEACHING)
+def test_a_trainer_with_a_teacher_has_trls_parameters_in_trls_order(theirs: Any, ours: Any) -> None:
+    assert parameters(ours)[: len(parameters(theirs))] == parameters(theirs)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [*PAIRS, TEACHING[0]])
 def test_every_public_name_of_trls_trainer_is_ours_too_or_refused_with_advice(
     theirs: Any, ours: Any, grpo: GRPOTrainer
 ) -> None:
@@ -69,7 +89,7 @@ def test_every_field_of_trls_settings_is_read_or_refused_by_name(theirs: Any, ou
     own = {field.name for field in dataclasses.fields(ours)}
     for field in dataclasses.fields(theirs):
         name = field.name
-        if name in own or name in COMPUTED or name in ("local_rank", "do_predict"):
+        if name in own or name in COMPUTED or name in ("local_rank", "do_predict", *ours.renamed):
             continue
         given = theirs(use_cpu=True)
         object.__setattr__(given, name, "set by hand")
@@ -98,6 +118,11 @@ def test_what_was_set_is_read_and_what_was_not_keeps_our_default_or_trls(caplog:
         save_steps=500, use_cpu=True,
     )
     assert "bf16: the model's own precision" in caplog.text and "optim:" not in caplog.text
+    taught = settings_of(trl.DistillationConfig("out", use_cpu=True, beta=0.3), DistillationConfig)
+    assert (taught.divergence, taught.learning_rate, taught.logging_steps) == (0.3, 1e-6, 10)
+    for theirs, ours in ((sdpo.SDPOConfig, SDPOConfig), (sdft.SDFTConfig, SDFTConfig)):
+        read = settings_of(theirs("out", use_cpu=True, teacher_model_kind="live", distillation_alpha=1.0), ours)
+        assert (read.teacher, read.distillation_alpha, read.learning_rate) == ("live", 1.0, 5e-5)
     sft = settings_of(trl.SFTConfig("out", use_cpu=True, bf16=False, packing=True), SFTConfig)
     assert (sft.max_length, sft.truncation_mode, sft.assistant_only_loss) == (1024, "keep_start", False)
 

@@ -1,0 +1,412 @@
+"""Teachers of every kind in the trainers: a step's loss and gradient by plain transformers and PEFT, runs that stop and
+go on, rewards beside a teacher, evaluations, and what is refused before anything is trained."""
+
+import contextlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_models import TINY, random_model, scatter, shallow
+from tokenizers import Tokenizer
+from torch import Tensor
+from trainer_runs import (
+    ROWS,
+    SMALL,
+    Gradients,
+    adapter_of,
+    by_letters,
+    digit_sum,
+    load,
+    make,
+    moved,
+    plain_peft,
+    same,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lowmem_grpo import (
+    DistillationConfig,
+    DistillationTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    SDFTConfig,
+    SDFTTrainer,
+    SDPOConfig,
+    SDPOTrainer,
+    SFTTrainer,
+)
+from lowmem_grpo.engines.served_teacher import ServedTeacher
+from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.trainer.trajectories import TrajectoryTrainer
+from tests.attacks import judge_server
+from tests.attacks.small_run import StopAt
+
+ALONE = {name: value for name, value in SMALL.items() if name != "num_generations"} | {"per_device_train_batch_size": 4}
+CONTEXT = "It is 14."
+WORKED = [row | {"privileged_context": CONTEXT} for row in ROWS]
+STORED_IDS = [7, 8, 20, 2]
+
+
+def student(folder: Path, teacher: Any, rows: Any = ROWS, model: Any = None, **settings: Any) -> DistillationTrainer:
+    return DistillationTrainer(model or moved(load()), teacher, DistillationConfig(output_dir=str(folder / "run"),
+                                                                                  **ALONE | settings), rows)
+
+
+def base() -> Any:
+    return AutoModelForCausalLM.from_pretrained(shallow())
+
+
+def dense(model: Any, prompt: list[int], ids: list[int]) -> Tensor:
+    """The log-probabilities (C, V) at each token of a completion."""
+    logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def divergence(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    if beta in (0, 1):
+        return kl(p, q) if beta else kl(q, p)
+    middle = torch.log((1 - beta) * p.exp() + beta * q.exp())
+    return beta * kl(q, middle) + (1 - beta) * kl(p, middle)
+
+
+def of_some(logprobs: Tensor, ids: Tensor, tail: bool) -> Tensor:
+    some = logprobs.gather(-1, ids)
+    return torch.cat([some, torch.log1p(-some.exp().sum(-1, True))], -1) if tail else some.log_softmax(-1)
+
+
+def token_losses(p: Tensor, q: Tensor, ids: list[int], config: Any, by_teacher: bool) -> Tensor:
+    """(C,) of one completion, from all log-probabilities (C, V) of both."""
+    rows = min(p.shape[-1], q.shape[-1])
+    beta = config.beta if isinstance(config, DistillationConfig) else config.distillation_alpha
+    if config.distillation_mode == "sampled_token":
+        own, other = (each.gather(-1, torch.tensor(ids)[:, None])[:, 0] for each in (p, q))
+        return (own - other).detach() * own
+    if config.distillation_mode == "full_logits":
+        return divergence(*(each[:, :rows].log_softmax(-1) for each in (p, q)), beta)
+    top = (q if by_teacher else p)[:, :rows].topk(config.distillation_topk).indices
+    return divergence(*(of_some(each, top, config.distillation_add_tail) for each in (p, q)), beta)
+
+
+@dataclass
+class Case:
+    """A trainer, and its teacher as plain transformers and PEFT have it (None: the student as it is)."""
+
+    trainer: Any
+    teacher: Any = None
+    by_teacher: bool = False  # whether the tokens of top-k are the teacher's likeliest
+    prompt_of: Callable[[Any, Any], list[int]] = lambda group, rollout: rollout.teacher_prompt or group.prompt_ids
+
+
+def without_adapter(folder: Path, stack: Any) -> Case:
+    return Case(student(folder, "base", beta=0.3), base())
+
+
+def with_other_adapter(folder: Path, stack: Any) -> Case:
+    scatter(load(), seed=5).save_lora(folder / "teacher")
+    return Case(student(folder, folder / "teacher", distillation_mode="sampled_token"),
+                peft.PeftModel.from_pretrained(base(), folder / "teacher"))
+
+
+def smaller_model(folder: Path, stack: Any) -> Case:
+    """Of another hidden size and with fewer tokens, in a folder."""
+    made = random_model("Llama", hidden_size=48, vocab_size=370)
+    made.save_pretrained(folder / "teacher")
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder / "teacher")
+    settings = {"distillation_mode": "topk_logits", "distillation_topk": 200, "beta": 0.3}
+    return Case(student(folder, str(folder / "teacher"), **settings), made)
+
+
+def wider_model(folder: Path, stack: Any) -> Case:
+    """With rows in its head that the student lacks, and that would be likely."""
+    made = base()
+    made.resize_token_embeddings(400)
+    with torch.no_grad():
+        made.get_output_embeddings().weight[384:] = made.get_output_embeddings().weight[7:23]
+    return Case(student(folder, made), made)
+
+
+def loaded_model(folder: Path, stack: Any) -> Case:
+    other = scatter(load(), seed=5)
+    return Case(student(folder, other, beta=0.0), plain_peft(other, folder / "teacher"))
+
+
+def worked_solution(folder: Path, stack: Any) -> Case:
+    config = SDFTConfig(output_dir=str(folder / "run"), teacher="live", distillation_topk=7, num_loss_tokens_to_skip=2,
+                        **SMALL)
+    trainer = SDFTTrainer(moved(load()), config, WORKED)
+
+    def prompt_of(group: Any, rollout: Any) -> list[int]:
+        said = group.row["prompt"][0]["content"] + "\n\n" + CONTEXT
+        return list(trainer.tokenizer.apply_chat_template([{"role": "user", "content": said}], return_dict=False,
+                                                          add_generation_prompt=True))
+
+    return Case(trainer, prompt_of=prompt_of)
+
+
+def own_success(folder: Path, stack: Any) -> Case:
+    config = SDPOConfig(output_dir=str(folder / "run"), success_reward_threshold=9.0, distillation_mode="full_logits",
+                        **SMALL)
+    return Case(SDPOTrainer(moved(load()), by_letters, config, ROWS))
+
+
+def served_model(folder: Path, stack: Any) -> Case:
+    made = random_model("Llama")
+
+    @torch.no_grad()
+    def answer(body: dict[str, Any]) -> judge_server.Reply:
+        ids, places = body["prompt"], list[Any]([None])
+        for row, token in zip(made(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1), ids[1:], strict=False):
+            named = {token, *row.topk(body["prompt_logprobs"]).indices.tolist()}
+            places.append({str(name): {"logprob": float(row[name])} for name in named})
+        return 200, json.dumps({"choices": [{"index": 0, "text": "", "prompt_logprobs": places}]}).encode()
+
+    server = stack.enter_context(judge_server.serving(answer))
+    settings = {"distillation_mode": "topk_logits", "distillation_topk": 5, "distillation_add_tail": True}
+    return Case(student(folder, ServedTeacher(server.url, model="m", top_k=5), **settings), made, True)
+
+
+def stored_teacher(folder: Path, stack: Any) -> Case:
+    made, rows = random_model("Llama"), []
+    for row in ROWS:
+        ids = AutoTokenizer.from_pretrained(TINY).apply_chat_template(row["prompt"], return_dict=False,
+                                                                      add_generation_prompt=True)
+        with torch.no_grad():
+            top = dense(made, list(ids), STORED_IDS).topk(6)
+        rows.append(row | {"completion_ids": STORED_IDS, "teacher_top_ids": top.indices.tolist(),
+                           "teacher_top_logprobs": top.values.tolist()})
+    settings = {"distillation_mode": "topk_logits", "distillation_topk": 6}
+    return Case(student(folder, "stored", rows, **settings), made, True)
+
+
+KINDS = (without_adapter, with_other_adapter, smaller_model, wider_model, loaded_model, worked_solution, own_success,
+         served_model, stored_teacher)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_first_steps_loss_or_gradient_would_not_be_that_of_its_teacher(kind: Any, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        case = kind(tmp_path, stack)
+        groups = case.trainer.rollout()
+    trainer, config, losses, weights = case.trainer, case.trainer.args, [], []
+    plain, skipped = plain_peft(trainer.model, tmp_path / "plain"), getattr(config, "num_loss_tokens_to_skip", 0)
+    for group in groups:
+        for rollout in group.rollouts:
+            ids, taught = rollout.completion_ids, rollout.fields["teacher_mask"]
+            p = dense(plain, group.prompt_ids, ids)
+            with torch.no_grad():
+                q = dense(case.teacher or plain, case.prompt_of(group, rollout), ids)
+            counts = (torch.arange(len(ids)) >= skipped).float() * float(taught.max())
+            assert torch.equal(counts, taught.expand(len(ids)))
+            losses.append(token_losses(p, q, ids, config, case.by_teacher))
+            weights.append(counts / counts.sum().clamp(min=1) if config.by_sequence else counts)
+    total = len(weights) if config.by_sequence else sum(len(weight) for weight in weights)
+    wanted = (torch.cat(losses) * torch.cat(weights)).sum() / total
+    wanted.backward()
+    trainer.learner.prepare(groups, 1)
+    metrics = trainer.learner.forward_backward(groups)
+    assert metrics["loss"] == pytest.approx(wanted.item(), rel=1e-3, abs=1e-6) and abs(wanted.item()) > 1e-4
+    own = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    assert own.keys() == found.keys()
+    scale = max(float(grad.abs().max()) for grad in own.values())
+    assert max(float((found[name] - own[name]).abs().max()) for name in own) < 2e-4 * scale
+
+
+# A teacher that follows the policy
+
+FOLLOWING: dict[str, Any] = SMALL | {"teacher": "ema", "teacher_update_rate": 0.25, "save_steps": 2,
+                                     "save_strategy": "steps", "max_steps": 4, "learning_rate": 3e-3}
+FILE = "teacher.safetensors"
+
+
+def following(folder: Path, model: Any, callbacks: Any = None, **settings: Any) -> SDFTTrainer:
+    return SDFTTrainer(model, SDFTConfig(output_dir=str(folder), **FOLLOWING | settings), WORKED, callbacks=callbacks)
+
+
+class Keeps:
+    """Keeps the adapter after each optimizer step."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.seen = model, list[Gradients]()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.seen.append(adapter_of(self.model))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_average_would_not_follow_at_its_rate_and_steps(every: int, tmp_path: Path) -> None:
+    model = moved(load())
+    begun, keeps = adapter_of(model), Keeps(model)
+    trainer = following(tmp_path, model, [keeps], teacher_sync_steps=every)
+    trainer.train()
+    for name, kept in (trainer.policy.teacher_adapter or {}).items():
+        wanted = begun[name]
+        for after in keeps.seen[every - 1 :: every]:
+            wanted = 0.25 * after[name] + 0.75 * wanted
+        torch.testing.assert_close(kept, wanted, rtol=1e-6, atol=1e-8)
+        assert not torch.equal(kept, begun[name])
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without a stop."""
+    folder = tmp_path_factory.mktemp("straight")
+    following(folder, moved(load())).train()
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["a new adapter", "another adapter"])
+def test_a_resumed_run_would_go_on_with_another_average(fresh: bool, straight: Path, tmp_path: Path) -> None:
+    following(tmp_path, moved(load()), [StopAt(2)]).train()
+    trainer = following(tmp_path, load() if fresh else scatter(load(), seed=9))
+    trainer.train(resume_from_checkpoint=True)
+    for path in (f"checkpoint-4/{FILE}", "adapter/adapter_model.safetensors"):
+        assert same(load_file(tmp_path / path), load_file(straight / path)), path
+    assert losses(tmp_path) == losses(straight) and len([loss for loss in losses(straight) if loss > 0.01]) == 4
+
+
+def test_a_second_run_of_a_trainer_would_begin_with_the_average_of_the_first(tmp_path: Path) -> None:
+    model = moved(load())
+    trainer, begun = following(tmp_path / "run", model), adapter_of(model)
+    mixed = make(tmp_path / "mixed", beta=0.1, sync_ref_model=True, ref_model_sync_steps=1)
+    first = adapter_of(mixed.model)
+    for one in (trainer, mixed):
+        one.train()
+        one.saver.begin_again()
+    assert same(trainer.policy.teacher_adapter or {}, begun) and not same(adapter_of(model), begun)
+    assert same(mixed.policy.reference_adapter or {}, first)
+    trainer.policy.teacher_adapter = {name: value + 1 for name, value in begun.items()}
+    trainer.saver.begin_again()
+    assert same(trainer.policy.teacher_adapter, begun)
+
+
+# What is refused, in words and before a model is loaded
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (GRPOConfig, {"teacher": "live"}, "nothing differs. Take 'ema' or 'base', or SDPOTrainer or SDFTTrainer"),
+    (GRPOConfig, {"teacher": "base", "distillation_alpha": 0.5}, "set distillation_alpha=1.0, or the mode 'topk_l"),
+    (GRPOConfig, {"teacher": "base", "distillation_mode": "topk_logits"}, "set distillation_topk, such as 100"),
+    (GRPOConfig, {"teacher": " "}, "a folder with an adapter, the name or folder of a model, or a URL"),
+    (GRPOConfig, {"teacher": "stored"}, "Set distillation_mode='topk_logits', distillation_weight=1.0 and num_gen"),
+    (GRPOConfig, {"teacher": "http://a", "temperature": 0.7}, "to 'sampled_token' or 'topk_logits', and temperature=1"),
+    (GRPOConfig, {"teacher": "http://a", "distillation_mode": "full_logits"}, "set distillation_mode to 'sampled_tok"),
+    (GRPOConfig, {"teacher": "base", "train_while_sampling": True}, "leave train_while_sampling out"),
+    (GRPOConfig, {"teacher": "base", "replay_buffer_size": 4}, "leave replay_buffer_size out"),
+    (GRPOConfig, {"teacher": "base", "distillation_weight": 1.0, "beta": 0.1, "entropy_coef": 0.1},
+     "there is no policy loss, which beta, entropy_coef changes; leave it out, or set a smaller distillation_weight"),
+    (GRPOConfig, {"teacher": "base", "distillation_weight": 1.0, "top_entropy_quantile": 0.5}, "which top_entropy_q"),
+    (GRPOConfig, {"teacher": "ema", "distillation_weight": 1.0}, "Set a distillation_weight below 1, with rewards"),
+    (DistillationConfig, {"teacher": "ema"}, "begins as the policy: nothing is learnt from it alone"),
+    (DistillationConfig, {"distillation_alpha": 0.3}, "DistillationConfig calls it beta, as TRL does: set beta=0.3"),
+    (DistillationConfig, {"distillation_mode": "sampled_token", "beta": 0.3}, "and beta is 0.3; one token gives"),
+    (DistillationConfig, {"lmbda": 0.5}, "train on other texts with SFTTrainer"),
+    (DistillationConfig, {"seq_kd": True}, "train on other texts with SFTTrainer"),
+    (SDPOConfig, {"use_successful_as_teacher": False}, "the teacher is told nothing; set one of them to True"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "said"), REFUSED, ids=[said[:40] for _, _, said in REFUSED])
+def test_settings_that_contradict_each_other_would_be_taken(kind: Any, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        kind(**settings)
+
+
+NOWHERE = "nobody/nothing"  # whose loading would be another error
+PLAIN = [{"prompt": "1 + 1"}]
+DOORS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: DistillationTrainer(NOWHERE, None, None, PLAIN), "DistillationConfig needs a teacher and a"),
+    (lambda: GRPOTrainer(NOWHERE, digit_sum, DistillationConfig(), PLAIN), "DistillationConfig needs a teacher"),
+    (lambda: SDPOTrainer(NOWHERE, digit_sum, SDPOConfig(teacher=None), PLAIN), "SDPOConfig needs a teacher"),
+    (lambda: DistillationTrainer(NOWHERE, "base", None, PLAIN, teacher="base"), "two names of the same; give one"),
+    (lambda: SDPOTrainer(NOWHERE, None, None, PLAIN), "Without rewards take SDFTTrainer or DistillationTrainer"),
+    (lambda: SDFTTrainer(NOWHERE, None, PLAIN), "has no column 'privileged_context'"),
+    (lambda: GRPOTrainer(NOWHERE, [], None, PLAIN, teacher="base", dynamic_sampling_rounds=2),
+     "dynamic_sampling_rounds is 2, which goes by rewards, and there are none"),
+    (lambda: TrajectoryTrainer(NOWHERE, GRPOConfig(teacher="base")), "a teacher reads what GRPOTrainer samples; leave"),
+    (lambda: TrajectoryTrainer(NOWHERE, DistillationConfig()), "args is a DistillationConfig, and a teacher reads"),
+    (lambda: SFTTrainer(NOWHERE, PLAIN, teacher="base"), "SFTTrainer has no parameter 'teacher'"),
+]
+
+
+@pytest.mark.parametrize(("door", "said"), DOORS, ids=[said[:40] for _, said in DOORS])
+def test_a_trainer_that_cannot_distill_would_load_a_model_first(door: Callable[[], Any], said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
+        door()
+
+
+def other_tokens(folder: Path) -> Any:
+    """A model with a tokenizer of its own."""
+    random_model("Llama").save_pretrained(folder / "other")
+    made = AutoTokenizer.from_pretrained(TINY)
+    words = json.loads(made.backend_tokenizer.to_str())
+    first, second = list(words["model"]["vocab"])[30:32]
+    vocabulary = words["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    type(made)(tokenizer_object=Tokenizer.from_str(json.dumps(words))).save_pretrained(folder / "other")
+    return str(folder / "other")
+
+
+@pytest.mark.parametrize(("teacher", "settings", "said"), [
+    (lambda folder, model: model, {}, "the teacher is the model that is trained; say teacher='base' or 'ema'"),
+    (lambda folder, model: model.get_base_model(), {}, "the teacher is the model that is trained"),
+    (lambda folder, model: plain_peft(model, folder / "peft"), {}, "a PeftModel; pass its adapter's folder, or what"),
+    (lambda folder, model: ServedTeacher("http://127.0.0.1:9/v1", model="m", top_k=4), {
+        "distillation_mode": "topk_logits", "distillation_topk": 5}, "and the ServedTeacher's top_k is 4; give both"),
+    (lambda folder, model: "base", {"distillation_mode": "topk_logits", "distillation_topk": 385},
+     "distillation_topk is 385, and the vocabulary has 384 tokens; set at most that"),
+    (lambda folder, model: other_tokens(folder), {}, "the teacher's tokens are not the student's"),
+    (lambda folder, model: folder / "nothing", {}, "there is no such folder"),
+], ids=["itself", "its base", "peft", "top_k", "vocabulary", "tokens", "folder"])
+def test_a_teacher_that_cannot_teach_would_fail_in_the_first_step_or_never(
+    teacher: Any, settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    model = moved(load())
+    with pytest.raises((ValueError, TypeError, OSError), match=said):
+        student(tmp_path, teacher(tmp_path, model), model=model, **settings)
+
+
+def test_a_token_that_the_teacher_lacks_would_be_looked_up_beyond_its_embedding(tmp_path: Path) -> None:
+    made = base()
+    made.resize_token_embeddings(40)
+    trainer = student(tmp_path, made)
+    with pytest.raises(ValueError, match=r"has the token \d+, and the teacher has 40 tokens; take a teacher with"):
+        trainer.rollout()
+
+
+def test_a_policy_that_is_its_own_teacher_would_train_for_nothing_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    student(tmp_path / "new", "base", model=load())
+    assert "the policy is its teacher 'base' and learns nothing: continue a trained adapter" in caplog.text
+    caplog.clear()
+    student(tmp_path / "trained", "base")
+    make(tmp_path / "paid", teacher="base")
+    assert "learns nothing" not in caplog.text
+
+
+@pytest.mark.parametrize("setting", [
+    {"teacher": "stored"}, {"distillation_weight": 0.5}, {"distillation_mode": "sampled_token"},
+    {"distillation_topk": 3}, {"max_reprompt_len": 9},
+], ids=str)
+def test_a_setting_of_the_teacher_that_is_changed_too_late_would_have_no_effect(
+    setting: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = student(tmp_path, "base")
+    vars(trainer.args).update(setting)
+    with pytest.raises(ValueError, match=f"args.{next(iter(setting))} is .* make a new trainer"):
+        trainer.train()
