@@ -58,7 +58,7 @@ sheet is known](plan.md#the-time-of-a-step).
 - all reward functions returned None for all completions.
 
 If the step has four or more groups, GRPOTrainer also warns if the rewards differ in fewer than a quarter of the groups,
-and can warn that one of the reward functions adds nothing.
+and can warn that one of the reward functions adds nothing. With a teacher, it does not warn of equal rewards.
 
 **After the second step**, `train()` prints the time per optimizer step and the time left.
 
@@ -141,7 +141,7 @@ METRICS = {
             "judge NAME: repeated questions, and prompt and reply tokens, per completion",
         "judge/NAME/seconds": "judge NAME: seconds per call of the reward function",
         "frac_reward_zero_std": "share of groups in which all completions got the same reward",
-        "groups/total": "number of final groups",
+        "groups/total": "number of final groups; without rewards, no metric of groups is logged",
         "groups/with_signal": "number of final groups in which a completion has an advantage other than 0",
         "groups/signal_share": "`groups/with_signal` / `groups/total`",
     },
@@ -156,7 +156,14 @@ METRICS = {
             "rows whose completions all earned the best reward of the run, or all earned the same lower reward",
         "data/pool_learning": "rows whose completions earned different rewards",
     },
-    "What a teacher reads": {
+    "A teacher": {
+        "distillation/divergence": "divergence of the policy from its teacher (`distillation_mode`), per token that is "
+            "distilled, in nats; with \"sampled_token\" log p - log q of the sampled tokens, which may be below 0",
+        "distillation/teacher_entropy": "mean entropy of the teacher, per token that is distilled",
+        "distillation/agreement": "share of distilled tokens at which policy and teacher have one likeliest token; "
+            "with \"topk_logits\", among the compared tokens",
+        "self_distillation/distillation_loss, self_distillation/policy_loss":
+            "the two parts of the loss, before `distillation_weight`",
         "self_distillation/success_group_fraction": "SDPOTrainer: share of groups with a successful completion",
         "self_distillation/success_sample_fraction":
             "SDPOTrainer: share of completions whose teacher is shown a successful completion of their group",

@@ -232,6 +232,7 @@ TOKEN_FIELDS = {row.name: row for row in (
     TokenField("policy_mask", "bool"),
     TokenField("advantages"),
     TokenField("teacher_logprobs", value=attrgetter("logprobs")),
+    TokenField("teacher_entropy", value=methodcaller("entropy")),
     TokenField("teacher_hidden", None, value=attrgetter("hidden"), told=False, packed=False),  # (C, E)
     TokenField("teacher_top_ids", "int64"),  # (C, K) the tokens that a teacher elsewhere thinks likeliest,
     TokenField("teacher_top_logprobs"),  # and their log-probabilities
@@ -300,6 +301,7 @@ class LossOutput:
     counts: dict[str, float] = field(default_factory=dict)  # by mean: the number of tokens or sequences
     samples: dict[str, Tensor] = field(default_factory=dict)  # (N,) values for percentiles over the step
     policy_loss: Tensor | None = None  # the loss without its entropy bonus
+    sums: dict[str, Tensor] = field(default_factory=dict)  # parts of the loss, which micro-batches add up
 
 
 def repeated_share(ids: Sequence[int], ngram: int) -> float:

@@ -154,7 +154,7 @@ class Collector:
     def metrics(self, groups: list[RolloutGroup], seconds: float) -> dict[str, float]:
         """Return a step's metrics. Those of `groups/`, except `groups/lost`, are about the groups to train on, and all
         other metrics about all sampled groups."""
-        trained = {name: value for name, value in rollout_metrics(groups, []).items()
+        trained = {name: value for name, value in rollout_metrics(groups, self.scoring.names).items()
                    if name.startswith("groups/") and name != "groups/lost"}
         pools = {} if self.source.pools is None else self.source.pools.metrics()
         return {**rollout_metrics(self.sampled, self.scoring.names), **trained, **merged(self.logs), **self.watched,

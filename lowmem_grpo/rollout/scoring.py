@@ -171,7 +171,8 @@ class Scoring:
 
 
 def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, float]:
-    """Return reward and completion length metrics, under TRL's names. Lengths count the tokens that the policy drew."""
+    """Return metrics of rewards, if there are any, and completion lengths, under TRL's names. Lengths count the tokens
+    that the policy drew."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = [rollout.num_trained for rollout in rollouts]
     terminated = [r.num_trained for r in rollouts if r.finish_reason == "stop"] or [0]
@@ -183,8 +184,9 @@ def rollout_metrics(groups: list[RolloutGroup], names: list[str]) -> dict[str, f
                "completions/max_terminated_length": max(terminated),
                "completions/clipped_ratio": fmean(r.finish_reason == "length" for r in rollouts),
                "completions/repetition": fmean(repeated_share(r.sampled_ids, REPEATED) for r in rollouts),
-               "frac_reward_zero_std": fmean(len(each) < 2 for each in rewards), "groups/total": len(groups),
-               "groups/with_signal": with_signal, "groups/signal_share": with_signal / len(groups)}
+               **({"frac_reward_zero_std": fmean(len(each) < 2 for each in rewards), "groups/total": len(groups),
+                   "groups/with_signal": with_signal, "groups/signal_share": with_signal / len(groups)}
+                  if names or any(rewards) else {})}
     for name in names:
         metrics |= mean_and_std(f"rewards/{name}/mean", f"rewards/{name}/std", [r.rewards.get(name) for r in rollouts])
     if episodes := [rollout for rollout in rollouts if rollout.ending]:

@@ -28,6 +28,8 @@ ENTROPY_SHARE, ENTROPY_FLOOR, FIRST_STEPS = 0.01, 1e-3, 5  # share of the mean o
 SPIKE, NORMS_KEPT, NORMS_NEEDED = 10.0, 50, 10  # factor of the median of the last norms, if there are enough
 CONSTANT_STEPS = 20
 REPETITION, MORE_REPETITION = 0.3, 0.2  # share of repeated 4-grams; above that of the first steps
+OF_TEACHER = DIVERGENCE, SUCCESSES = "distillation/divergence", "self_distillation/success_group_fraction"
+SHRUNK, RISEN, RISEN_BY = 0.5, 1.5, 0.1  # of the mean of the first steps; nats per token above it
 MANY_ENDS = 0.5  # share of the episodes with one ending, or of failed tool calls
 MANY_PREEMPTED = 0.5  # preemptions per sequence of the decode batch
 MANY_FAILURES = 0.1  # share of the episodes in which an environment failed
@@ -64,7 +66,7 @@ def outside(wrong: Callable[[float], bool], *names: str) -> Condition:
 
 
 def no_signal(line: Line, kept: list[float]) -> str | None:
-    groups = number(line, "groups/with_signal")
+    groups = None if any(number(line, name) is not None for name in OF_TEACHER) else number(line, "groups/with_signal")
     if groups is None or groups:
         return None if groups is None else ""
     return f"in every group all completions earned the same reward (mean {line.get('reward', 'none')})"
@@ -111,6 +113,39 @@ def gradient_spike(line: Line, kept: list[float]) -> str | None:
     return f"grad_norm is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}" if norm > SPIKE * usual else ""
 
 
+def shrunk(line: Line, kept: list[float]) -> str | None:
+    """Report if completions are much shorter than in the first steps, and nearer to the teacher. `kept` collects the
+    lengths and divergences of the first steps, in turn."""
+    length, divergence = number(line, "completions/mean_length"), number(line, DIVERGENCE)
+    if length is None or divergence is None:
+        return None
+    if len(kept) < 2 * FIRST_STEPS:
+        kept += [length, divergence]
+    first, apart = fmean(kept[::2]), fmean(kept[1::2])
+    return (f"completions/mean_length is {length:.0f}, and was {first:.0f} in the first steps, while {DIVERGENCE} fell "
+            f"from {apart:.3g} to {divergence:.3g}") if length < SHRUNK * first and divergence < apart else ""
+
+
+def risen(line: Line, kept: list[float]) -> str | None:
+    """Report if the policy is further from its teacher than in the first steps, whose divergences `kept` collects."""
+    divergence = number(line, DIVERGENCE)
+    if divergence is None:
+        return None
+    if len(kept) < FIRST_STEPS:
+        kept.append(divergence)
+    first = fmean(kept)
+    more = divergence > first + max(RISEN_BY, (RISEN - 1) * first)
+    return f"{DIVERGENCE} is {divergence:.3g}, and was {first:.3g} in the first steps" if more else ""
+
+
+def no_success(line: Line, kept: list[float]) -> str | None:
+    share = number(line, SUCCESSES)
+    if share is None:
+        return None
+    read = number(line, "self_distillation/feedback_used_fraction")
+    return "" if share or read else f"{SUCCESSES} is 0, and no feedback is read"
+
+
 def preempted(line: Line, kept: list[float]) -> str | None:
     times, together = number(line, "sampling/preemptions"), number(line, "sampling/most_together")
     if times is None or not together:
@@ -131,7 +166,7 @@ def constant(name: str, line: Line, kept: list[float]) -> str | None:
 
 ALARMS = (
     Alarm(
-        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0", 10, no_signal,
+        "nothing_to_learn", "nothing to learn", "groups/with_signal is 0, and there is no teacher", 10, no_signal,
         "so the rewards give no gradient",
         "if the mean reward is low, use easier problems, a reward for partial success, a stronger model, or SFT on the "
         "format first; if the mean reward is high, use harder problems; otherwise raise num_generations or the "
@@ -139,9 +174,32 @@ ALARMS = (
         repeats=True,
     ),
     Alarm(
+        "no_success", "no success in any group", f"{SUCCESSES} is 0, and no feedback is read", 10, no_success,
+        "so SDPO's teacher has nothing to show, and nothing is distilled",
+        "lower success_reward_threshold, use easier problems or a reward for partial success, raise num_generations, "
+        "or give the teacher feedback (include_environment_feedback)",
+        repeats=True,
+    ),
+    Alarm(
+        "shorter_answers", "answers shrink",
+        f"completions/mean_length is below {SHRUNK:.0%} of its mean in the first {FIRST_STEPS} steps, and {DIVERGENCE} "
+        "below its mean there", 3, shrunk,
+        "so the policy may leave out the reasoning that a teacher who knows the answer does not need",
+        "read completions.jsonl. If the teacher itself answers so briefly, all is well; if right answers are lost, go "
+        "back to an earlier checkpoint, make fewer steps, take distillation_alpha=0, or add rewards "
+        "(distillation_weight below 1)",
+    ),
+    Alarm(
+        "divergence_rises", "the policy moves away from its teacher",
+        f"{DIVERGENCE} is above {RISEN} times its mean in the first {FIRST_STEPS} steps, and {RISEN_BY} above it", 5,
+        risen, "so the policy learns something else than the teacher's answers",
+        "lower learning_rate, raise distillation_weight if rewards pull elsewhere, lower teacher_update_rate, or check "
+        "that the teacher reads what it should",
+    ),
+    Alarm(
         "truncated", "all completions were cut off", "completions/clipped_ratio is 1", 3,
         outside(lambda share: share >= 1, "completions/clipped_ratio"),
-        "so all rewards are for unfinished answers (and with mask_truncated_completions=True, nothing is trained)",
+        "so rewards and teachers see unfinished answers (with mask_truncated_completions=True, nothing is trained)",
         "raise max_completion_length, use a chat template whose end token the model knows, set stop strings in "
         "vllm_sampling_params, or ask for shorter answers in the prompt",
     ),

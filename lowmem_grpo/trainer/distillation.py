@@ -3,6 +3,7 @@
 from typing import Any
 
 from lowmem_grpo.config.distillation import DistillationConfig, SDFTConfig, SDPOConfig
+from lowmem_grpo.runs.views.live import DistillationView
 from lowmem_grpo.trainer.grpo import GRPOTrainer
 
 
@@ -11,7 +12,7 @@ class DistillationTrainer(GRPOTrainer):
     each token. The teacher is a model, its name or folder, an adapter's folder, or what GRPOConfig.teacher may be."""
 
     settings = DistillationConfig
-    method = "distillation"
+    method, view_class = "distillation", DistillationView
 
     def __init__(self, model: Any = None, teacher_model: Any = None, args: Any = None, train_dataset: Any = None,
                  eval_dataset: Any = None, processing_class: Any = None, callbacks: list[Any] | None = None,
@@ -30,7 +31,7 @@ class SDPOTrainer(GRPOTrainer):
     """Self-distillation from the policy's own successes (arXiv 2601.20802): args is an SDPOConfig."""
 
     settings = SDPOConfig
-    method = "sdpo"
+    method, view_class = "sdpo", DistillationView
 
     def __init__(self, model: Any = None, reward_funcs: Any = None, args: Any = None, train_dataset: Any = None,
                  eval_dataset: Any = None, processing_class: Any = None, reward_processing_classes: Any = None,
@@ -49,7 +50,7 @@ class SDFTTrainer(GRPOTrainer):
     `privileged_context`, which the teacher reads in the prompt."""
 
     settings = SDFTConfig
-    method = "sdft"
+    method, view_class = "sdft", DistillationView
 
     def __init__(self, model: Any = None, args: Any = None, train_dataset: Any = None, eval_dataset: Any = None,
                  processing_class: Any = None, callbacks: list[Any] | None = None, optimizers: Any = (None, None),

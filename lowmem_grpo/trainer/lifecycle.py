@@ -113,8 +113,9 @@ class FirstSteps:
     ) -> None:
         self.seen += 1
         self.step_times.mark(state.global_step)
-        if self.seen == 1 and groups and self.rewards and args.preflight:
-            warn(logger, f"step {state.global_step}", about_rewards(groups, self.rewards))
+        taught = getattr(args, "teacher", None) is not None
+        if self.seen == 1 and groups and (self.rewards or taught) and args.preflight:
+            warn(logger, f"step {state.global_step}", about_rewards(groups, self.rewards or {}, taught))
         if self.seen == 2:
             left = self.step_times.left(state.max_steps) or 0.0
             self.records.summary({"expected_seconds": state.elapsed + left})

@@ -26,8 +26,9 @@ class StepAccumulator:
 
     def add(self, batch: MicroBatch, out: LossOutput) -> None:
         self.totals["loss"] = self.totals["loss"] + out.loss.detach()
-        if out.policy_loss is not None:
-            self.totals["policy_loss"] = self.totals.get("policy_loss", 0) + out.policy_loss
+        parts = out.sums if out.policy_loss is None else out.sums | {"policy_loss": out.policy_loss}
+        for name, part in parts.items():
+            self.totals[name] = self.totals.get(name, 0) + part
         self.reducer.add(out.metrics, len(batch.trained), out.counts)
         self.reducer.keep(out.samples)
         self.count += 1

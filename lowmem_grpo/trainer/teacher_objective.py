@@ -17,6 +17,9 @@ from lowmem_grpo.rollout.teacher_prompts import behind
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
 from lowmem_grpo.types import TOKEN_FIELDS, LossOutput, MicroBatch, Rollout, TokenField
 
+DIVERGENCE, TEACHER_ENTROPY, AGREEMENT = (f"distillation/{name}" for name in (
+    "divergence", "teacher_entropy", "agreement"))
+
 
 class TeacherObjective(GRPOObjective):
     """The loss (1 - w) * policy loss + w * distillation loss, w: `distillation_weight`. Without a `teacher` that
@@ -39,8 +42,9 @@ class TeacherObjective(GRPOObjective):
             usual = tuple(field for field in usual if field.name == "old_logprobs" and self.config.distillation_is_clip)
         if self.teacher is None:
             return usual
-        name = "teacher_logprobs" if self.config.distillation_mode == SAMPLED else "teacher_hidden"
-        return *usual, replace(TOKEN_FIELDS[name], under=self.teacher.reading, behind=behind)
+        sampled = self.config.distillation_mode == SAMPLED
+        names = ("teacher_logprobs", "teacher_entropy") if sampled else ("teacher_hidden",)
+        return *usual, *(replace(TOKEN_FIELDS[name], under=self.teacher.reading, behind=behind) for name in names)
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
         """Release the last update's hidden states of the teacher, which records may hold longer than needed."""
@@ -69,13 +73,17 @@ class TeacherObjective(GRPOObjective):
         if "teacher_mask" in batch.fields:
             taught = batch.at_trained(batch.fields["teacher_mask"]) > 0
             losses, values = torch.where(taught, losses, 0.0), {name: each[taught] for name, each in values.items()}
-        loss = share * (losses * weights).sum()
+        values = {name: each for name, each in values.items() if len(each)}
+        loss = (losses * weights).sum()
+        sums = {"self_distillation/distillation_loss": loss.detach()}  # as TRL's SDPO names it
+        loss = share * loss
         means = {name: each.mean() for name, each in values.items()}
         counts = {name: float(len(each)) for name, each in values.items()}
         if policy is None:
-            return LossOutput(loss, means, counts)
+            return LossOutput(loss, means, counts, sums=sums)
         total, alone = (1 - share) * policy.loss + loss, policy.policy_loss
-        return replace(policy, loss=total, metrics=means | policy.metrics, counts=counts | policy.counts,
+        sums["self_distillation/policy_loss"] = policy.loss.detach()
+        return replace(policy, loss=total, metrics=means | policy.metrics, counts=counts | policy.counts, sums=sums,
                        policy_loss=alone if alone is None else total - (1 - share) * (policy.loss - alone))
 
     def compare(self, batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -84,17 +92,20 @@ class TeacherObjective(GRPOObjective):
         config = self.config
         if config.distillation_mode == FULL:
             return self.compare_all(outputs, batch.of_rollouts("teacher_hidden"))
+        entropies = {"entropy": outputs.entropy().detach()}
+        if "teacher_entropy" in told:
+            entropies[TEACHER_ENTROPY] = told["teacher_entropy"]
         if config.distillation_mode == SAMPLED:
             logprobs, taught = outputs.logprobs, told["teacher_logprobs"]
-            return sampled_token_loss(logprobs, taught), self.measured_at(outputs, logprobs.detach() - taught)
-        ids, taught = (told["teacher_top_ids"], told["teacher_top_logprobs"]) if self.teacher is None else (
-            self.likeliest(outputs, batch.of_rollouts("teacher_hidden")))
-        losses = top_k_divergence(several(outputs, ids), taught, config.divergence,
-                                  config.distillation_add_tail)
-        return losses, self.measured_at(outputs, losses.detach())
-
-    def measured_at(self, outputs: PolicyOutputs, divergence: Tensor) -> dict[str, Tensor]:
-        return {"distillation/divergence": divergence, "entropy": outputs.entropy().detach()}
+            return sampled_token_loss(logprobs, taught), entropies | {DIVERGENCE: (logprobs - taught).detach()}
+        if self.teacher is None:
+            ids, taught = told["teacher_top_ids"], told["teacher_top_logprobs"]
+        else:
+            ids, taught, entropies[TEACHER_ENTROPY] = self.likeliest(outputs, batch.of_rollouts("teacher_hidden"))
+        own = several(outputs, ids)
+        losses = top_k_divergence(own, taught, config.divergence, config.distillation_add_tail)
+        same = (own.argmax(-1) == taught.argmax(-1)).float()
+        return losses, entropies | {DIVERGENCE: losses.detach(), AGREEMENT: same}
 
     def compare_all(self, outputs: PolicyOutputs, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compare the whole vocabularies, from the teacher's hidden states (N, E)."""
@@ -105,20 +116,21 @@ class TeacherObjective(GRPOObjective):
             teacher_bias=other.bias, logit_scale=own.logit_scale, teacher_logit_scale=other.logit_scale,
             softcap=own.softcap, teacher_softcap=other.softcap, chunk_rows=self.policy.logits_chunk)
         return found.divergence, {
-            "distillation/divergence": found.divergence.detach(), "entropy": found.entropy,
-            "distillation/teacher_entropy": found.teacher_entropy, "distillation/agreement": found.agreement}
+            DIVERGENCE: found.divergence.detach(), "entropy": found.entropy, TEACHER_ENTROPY: found.teacher_entropy,
+            AGREEMENT: found.agreement}
 
     @torch.no_grad()
-    def likeliest(self, outputs: PolicyOutputs, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the student's likeliest tokens (N, K), and the teacher's log-probabilities (N, K) of them."""
+    def likeliest(self, outputs: PolicyOutputs, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the student's likeliest tokens (N, K), the teacher's log-probabilities (N, K) of them, and its entropy
+        (N,)."""
         head, teacher, most = self.policy.head, self.taught_by, self.config.distillation_topk or 1
         rows = len(teacher.head.weight)  # those that both have
         _, ids = linear_topk(
             outputs.hidden, head.weight[:rows], most, bias=None if head.bias is None else head.bias[:rows],
             logit_scale=head.logit_scale, softcap=head.softcap, temperature=outputs.temperature,
             chunk_rows=self.policy.logits_chunk)
-        return ids, several(PolicyOutputs(hidden, outputs.targets, teacher.at_head, teacher.head.logits_of,
-                                          outputs.temperature), ids)
+        read = PolicyOutputs(hidden, outputs.targets, teacher.at_head, teacher.head.logits_of, outputs.temperature)
+        return ids, several(read, ids), read.entropy()
 
     @property
     def taught_by(self) -> Policy:

@@ -24,6 +24,8 @@ HEALTHY: Line = {
     "episodes/environment_error": 0.0,
     "turns/cut_ratio": 0.1, "tools/call_frequency": 1.0, "sampling/preemptions": 3, "sampling/most_together": 64,
 }
+TAUGHT = HEALTHY | {"distillation/divergence": 0.4, "completions/mean_length": 60.0,
+                    "self_distillation/success_group_fraction": 0.25}
 EDGE: Line = {  # as far as it may go
     "groups/with_signal": 1, "completions/clipped_ratio": 0.99, "mismatch/k3": 0.01,
     "completions/repetition": 0.4, "mismatch/effective_samples": 0.5,
@@ -34,6 +36,11 @@ EDGE: Line = {  # as far as it may go
 BAD = [  # of an alarm: a line that is wrong, after how many of them it must sound, and what it must say
     ("nothing_to_learn", {"groups/with_signal": 0}, 10,
      "(mean 0.5), so the rewards give no gradient. What to do: if the mean reward is low, use easier"),
+    ("no_success", {"self_distillation/success_group_fraction": 0.0}, 10,
+     "success_group_fraction is 0, and no feedback is read, so SDPO's teacher has nothing to show"),
+    ("shorter_answers", {"completions/mean_length": 29, "distillation/divergence": 0.3}, 3,
+     "mean_length is 29, and was 60 in the first steps, while distillation/divergence fell from 0.4 to 0.3, so"),
+    ("divergence_rises", {"distillation/divergence": 0.61}, 5, "divergence is 0.61, and was 0.4 in the first steps"),
     ("truncated", {"completions/clipped_ratio": 1.0}, 3, "max_completion_length"),
     ("mismatch", {"mismatch/k3": 0.011}, 3, "mismatch/k3 is 0.011, so completions come from another distribution"),
     ("mismatch", {"mismatch/effective_samples": 0.49}, 3, "mismatch/effective_samples is 0.49"),
@@ -74,11 +81,16 @@ def fresh(nothing_to_learn_steps: int = 10) -> Alarms:
     return Alarms(TrainerState(), nothing_to_learn_steps)
 
 
-def settled() -> Alarms:
+def settled(healthy: Line = HEALTHY) -> Alarms:
     """Alarms after twelve healthy steps, in which none sounds."""
     alarms = fresh()
-    assert watch(alarms, [HEALTHY] * 12) == [[]] * 12
+    assert watch(alarms, [healthy] * 12) == [[]] * 12
     return alarms
+
+
+def without(wrong: Line) -> Line:
+    """The healthy line of a run that has the metrics of a wrong one."""
+    return TAUGHT if any("distillation" in name for name in wrong) else HEALTHY
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -89,23 +101,39 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_an_alarm_sounds_in_time_and_once_in_each_episode_and_says_what_to_do(
     name: str, wrong: Line, patience: int, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    alarms = settled()
+    healthy = without(wrong)
+    alarms = settled(healthy)
     if patience > 1:  # a single good step ends an episode
-        assert watch(alarms, ([HEALTHY | wrong] * (patience - 1) + [HEALTHY]) * 3) == [[]] * 3 * patience
-    assert watch(alarms, [HEALTHY | wrong] * patience) == [*[[]] * (patience - 1), [name]]
+        assert watch(alarms, ([healthy | wrong] * (patience - 1) + [healthy]) * 3) == [[]] * 3 * patience
+    assert watch(alarms, [healthy | wrong] * patience) == [*[[]] * (patience - 1), [name]]
     (message,) = told(caplog)
     (alarm,) = [alarm for alarm in ALARMS if alarm.name == name]
     assert says in message and alarm.title in message and alarm.means in message and alarm.fix in message
     assert (f"for {patience} steps" if patience > 1 else "in step 13") in message
-    watch(alarms, [HEALTHY])
-    episode = [HEALTHY | wrong] * (2 * patience - 1)  # of the one alarm that repeats, twice its patience is the next
-    assert watch(alarms, [*episode, HEALTHY]) == [*[[]] * (patience - 1), [name], *[[]] * patience]
+    watch(alarms, [healthy])
+    episode = [healthy | wrong] * (2 * patience - 1)  # of the one alarm that repeats, twice its patience is the next
+    assert watch(alarms, [*episode, healthy]) == [*[[]] * (patience - 1), [name], *[[]] * patience]
 
 
 def test_a_run_within_the_bounds_sounds_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     edge = HEALTHY | EDGE
     assert watch(settled(), [edge | {"rewards/right/mean": 0.5 + 0.01 * n} for n in range(30)]) == [[]] * 30
     assert told(caplog) == []
+
+
+def test_a_healthy_run_with_a_teacher_would_sound_an_alarm() -> None:
+    """Groups without signal are no loss to it; it nears its teacher, whose answers are somewhat shorter."""
+    lines = [TAUGHT | {"groups/with_signal": 0, "distillation/divergence": 0.6 - 0.02 * step + 0.05 * (step % 3),
+                       "completions/mean_length": 60 - step, "self_distillation/success_group_fraction": step % 9 / 9}
+             for step in range(30)]
+    assert watch(fresh(), lines) == [[]] * 30
+    silent = [HEALTHY | {"completions/mean_length": 5.0}] * 30  # no completion had a teacher
+    assert watch(fresh(), [TAUGHT] * 5 + silent) == [[]] * 35
+
+
+def test_feedback_in_place_of_successes_would_sound_an_alarm() -> None:
+    wrong = TAUGHT | {"self_distillation/success_group_fraction": 0.0, "self_distillation/feedback_used_fraction": 0.5}
+    assert watch(fresh(), [wrong] * 20) == [[]] * 20
 
 
 @pytest.mark.parametrize(("cache_dtype", "healthy", "wrong"), [
@@ -127,11 +155,11 @@ def test_every_alarm_is_tested_and_has_its_words() -> None:
         assert all((alarm.title, alarm.when, alarm.means, alarm.fix)) and alarm.patience >= 1, alarm.name
 
 
-@pytest.mark.parametrize("missing", [{}, dict.fromkeys([*HEALTHY, "cispo_clip_ratio"], float("nan"))])
+@pytest.mark.parametrize("missing", [{}, dict.fromkeys([*TAUGHT, "cispo_clip_ratio"], float("nan"))])
 def test_a_missing_metric_counts_neither_for_nor_against(missing: Line) -> None:
     for _, wrong, patience, _ in BAD:
-        bad = HEALTHY | wrong
-        sounded = watch(settled(), [*[bad] * (patience - 1), *[missing] * 40, bad])
+        bad = without(wrong) | wrong
+        sounded = watch(settled(without(wrong)), [*[bad] * (patience - 1), *[missing] * 40, bad])
         assert [bool(names) for names in sounded] == [*[False] * (patience + 39), True], wrong
 
 

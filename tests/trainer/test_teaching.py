@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from small_models import shallow
-from trainer_runs import ROWS, SMALL, load, moved
+from trainer_runs import ROWS, SMALL, digit_sum, load, moved
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.memory.fake_models import meta_model, stored
-from lowmem_grpo import DistillationConfig, DistillationTrainer
+from lowmem_grpo import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.models.teacher import weight_bytes
 from lowmem_grpo.trainer.preflight.subject import Subject
@@ -27,14 +27,15 @@ def test_a_teacher_on_the_students_weights_would_be_planned_as_another_model(
 ) -> None:
     if kind == "saved":
         moved(load()).save_lora(kind := str(tmp_path / "saved"))
-    made = trainer(tmp_path / "run", kind, max_completion_length=16)
-    completions, size = made.args.prompts_per_generation * 2, made.policy.head.weight.shape[1]
+    settings = SMALL | {"teacher": kind, "distillation_mode": "full_logits", "max_completion_length": 16}
+    made = GRPOTrainer(load(), digit_sum, GRPOConfig(output_dir=str(tmp_path / "run"), **settings), ROWS)
+    completions, size = made.args.prompts_per_generation * 4, made.policy.head.weight.shape[1]
     assert made.teaching.planned == {"keeps_teacher": adapter, "teacher_bytes": 0,
                                      "teacher_hidden_bytes": completions * 16 * size * 4}
 
 
 def test_the_sampled_token_would_be_planned_with_hidden_states(tmp_path: Path) -> None:
-    made = trainer(tmp_path, "ema", distillation_mode="sampled_token")
+    made = trainer(tmp_path, distillation_mode="sampled_token")
     assert made.teaching.planned["teacher_hidden_bytes"] == 0
 
 

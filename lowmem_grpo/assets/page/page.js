@@ -276,7 +276,7 @@ const judged = ({ rewards }) => !samples.right.length ? null
 function sampleCard(sample) {  // an episode by its turns, or a completion
   const drawn = sample.sampled_tokens ?? sample.tokens ?? 0, played = sample.turns || [];
   const facts = ["step " + sample.step, ...rewardNames().map(name => name + " " + number(sample.rewards?.[name])),
-    "advantage " + number(sample.advantage), counted(drawn, "sampled token"),
+    sample.reward != null && "advantage " + number(sample.advantage), counted(drawn, "sampled token"),
     ...played.length ? [counted((sample.tokens ?? drawn) - drawn, "token") + " of context",
       counted(sample.num_turns || 0, "turn"), sample.sequences && counted(sample.sequences, "sequence")] : []];
   const turns = played.map(({ number }, place) => {
@@ -284,7 +284,8 @@ function sampleCard(sample) {  // an episode by its turns, or a completion
     return [missing > 0 && make("p", "quiet", "... " + counted(missing, "turn") + " left out"), turn(played[place])];
   });
   const words = samples.endings[sample.ending];
-  return make("article", "card", make("div", "facts", judged(sample), make("b", "", "reward " + number(sample.reward)),
+  return make("article", "card", make("div", "facts", judged(sample),
+    (sample.reward != null || rewardNames().length) && make("b", "", "reward " + number(sample.reward)),
     facts.filter(Boolean).map(words => make("span", "quiet", words))),
   sample.prompt && said("context", "prompt", sample.prompt),
   sample.images && make("p", "images", sample.images.map((name, place) => samples.pictures?.[name]

@@ -23,10 +23,12 @@ USES = {
     MERGED_4BIT: "transformers' `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it, with bitsandbytes.",
     GGUF: "llama.cpp reads its file.",
 }
-METHODS = {"sft": "Supervised fine-tuning", "trajectories": "GRPO on trajectories", "rloo": "RLOO", "grpo": "GRPO"}
+METHODS = {"sft": "Supervised fine-tuning", "trajectories": "GRPO on trajectories", "rloo": "RLOO", "grpo": "GRPO",
+           "distillation": "Distillation", "sdpo": "Self-distillation (SDPO)", "sdft": "Self-distillation (SDFT)"}
 SETTINGS = ("learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps",
             "num_generations", "temperature", "max_completion_length", "max_length", "loss_type", "beta", "seed")
-MEASURED = ("reward", "loss", "eval_reward", "eval_loss")
+OF_TEACHER = ("distillation_mode", "distillation_topk", "distillation_alpha", "distillation_weight")
+MEASURED = ("reward", "loss", "eval_reward", "eval_loss", "distillation/divergence")
 NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # on the hub
 CACHED = re.compile(r"models--([^/]+?)--([^/]+)")  # a folder of the hub's cache
 Run = tuple[Mapping[str, Any], list[dict[str, Any]]]  # as in summary.json and metrics.jsonl
@@ -143,8 +145,11 @@ def method_of(facts: Mapping[str, Any]) -> str:
 def of_run(facts: Mapping[str, Any], lines: list[dict[str, Any]], data: str | None) -> dict[str, Any]:
     """Return what a run's records say: data, settings, and measurements at its beginning and end."""
     config = facts.get("config") or {}
-    settings = [f"{name} {config[name]}" for name in SETTINGS if config.get(name) is not None]
-    known = {"recipe": facts.get("recipe"), "data": ", ".join(map(shown, [data] if data else names_of(facts))),
+    teacher, renamed = config.get("teacher"), "distillation_alpha" if facts.get("method") == "distillation" else ""
+    settings = [f"{name} {config[name]}" for name in (*SETTINGS, *(OF_TEACHER if teacher else ()))
+                if config.get(name) is not None and name != renamed]
+    known = {"recipe": facts.get("recipe"), "teacher": teacher and ("a server" if "://" in teacher else shown(teacher)),
+             "data": ", ".join(map(shown, [data] if data else names_of(facts))),
              "settings": ", ".join(settings)}
     lines = [line for line in lines if "train_runtime" not in line]  # the run's summary
     for name in MEASURED:

@@ -225,15 +225,17 @@ def equal_ones(trials: list[RewardTrial]) -> Iterator[Finding]:
                           "leave one of them out, and give the other one twice the weight if it should count double")
 
 
-def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = True) -> Iterator[Finding]:
+def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = True,
+                  taught: bool = False) -> Iterator[Finding]:
     """Report that most completions were cut off, or that few groups have signal: rewards that differ. `failures` counts
-    the functions that failed. If `enough` is False, a lack of signal is reported only if no group has any."""
+    the functions that failed. If `enough` is False, a lack of signal is reported only if no group has any; never if a
+    policy is `taught`, which learns without."""
     with_signal, rollouts = groups_with_signal(groups), [rollout for group in groups for rollout in group.rollouts]
     cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
     if cut > MOSTLY_CUT:
         yield Finding("warning", "", f"{cut:.0%} of the completions were cut off at max_completion_length, before any "
                       "answer at their end", "raise max_completion_length, or ask for shorter answers")
-    if with_signal < LOW_SHARE * len(groups) and (enough or not with_signal):
+    if not taught and with_signal < LOW_SHARE * len(groups) and (enough or not with_signal):
         without = f" (without the {failures} functions that failed)" if failures else ""
         alike = "in the others all completions earn the same" if with_signal else (
             "in each group all completions earn the same, and there is no gradient")
@@ -242,7 +244,7 @@ def about_samples(groups: list[RolloutGroup], failures: int = 0, enough: bool = 
                       "(SFTTrainer), grade in smaller steps, or raise num_generations")
 
 
-def about_rewards(groups: list[RolloutGroup], weights: Mapping[str, float]) -> list[Finding]:
+def about_rewards(groups: list[RolloutGroup], weights: Mapping[str, float], taught: bool = False) -> list[Finding]:
     """Return the findings about the rewards of a training step; `weights` are by function name. With fewer than
     ENOUGH_GROUPS groups, or if no group has signal, functions that pay the same for all completions are not listed."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -256,7 +258,7 @@ def about_rewards(groups: list[RolloutGroup], weights: Mapping[str, float]) -> l
         mute = trials if enough or not any(trial.paid for trial in trials) else []
         findings = [finding for trial in mute for finding in silent(trial)]
         findings += [finding for trial in trials for finding in unlike_numbers(trial)]
-    return by_severity([*findings, *about_samples(groups, enough=enough)])
+    return by_severity([*findings, *about_samples(groups, enough=enough, taught=taught)])
 
 
 def groups_with_signal(groups: list[RolloutGroup]) -> int:

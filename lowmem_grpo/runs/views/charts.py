@@ -21,6 +21,15 @@ OF_EPISODES = (
     Chart("Waiting for tools and environments", "by an episode, on average", "share of the time of sampling",
           {"tools/waiting_share": "waiting"}, share=True),
 )
+OF_TEACHER = (
+    Chart("Divergence", "policy from its teacher", "nats per token", {"distillation/divergence": "divergence"}),
+    Chart("Agreement", "tokens where policy and teacher have the same likeliest token", "share of tokens",
+          {"distillation/agreement": "same"}, share=True),
+    Chart("Successes", "that a teacher may be shown, and completions that are distilled", "share",
+          {"self_distillation/success_group_fraction": "groups with a success",
+           "self_distillation/reprompt_sample_fraction": "completions distilled",
+           "self_distillation/cut_fraction": "with a part of what the teacher is told"}, share=True),
+)
 CHARTS = (
     Chart("Groups with signal", "whose completions differ in reward", "groups",
           {"groups/total": "all", "groups/with_signal": "with signal"}, from_zero=True),
@@ -31,7 +40,7 @@ CHARTS = (
           {"completions/clipped_ratio": "cut off"}, share=True),
     Chart("Repetition", "4-grams of tokens that occur earlier in the completion", "share of 4-grams",
           {"completions/repetition": "repeated"}, share=True),
-    Chart("Entropy", "", "nats per token", {"entropy": "entropy"}),
+    Chart("Entropy", "", "nats per token", {"entropy": "entropy", "distillation/teacher_entropy": "of the teacher"}),
     Chart("KL divergence", "policy from reference model", "nats per token", {"kl": "KL"}),
     Chart("Clip ratio", "tokens whose gradient was clipped away", "share of tokens",
           {"clip_ratio/low_mean": "low", "clip_ratio/high_mean": "high", "clip_ratio/region_mean": "either"},
@@ -63,7 +72,7 @@ OF_TAUGHT = (  # in supervised fine-tuning, these replace the charts of the same
           {"tokens_per_second": "tokens/s"}, from_zero=True),
     Chart("Trained tokens", "", "tokens of a step", {"completions/tokens": "tokens"}, from_zero=True),
 )
-DRAWN = {name for chart in (*OF_EPISODES, *CHARTS, *OF_TAUGHT) for name in chart.metrics}
+DRAWN = {name for chart in (*OF_EPISODES, *OF_TEACHER, *CHARTS, *OF_TAUGHT) for name in chart.metrics}
 TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # in the reward chart or tiles
 ALWAYS = ("Accuracy", "Reward", "Reward functions", "Verified right", "Groups with signal")  # drawn even if all 0
 FAMILIES = ("rewards/", "verdicts/", "episodes/")
@@ -85,7 +94,9 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
     verifiers = sorted({key.removeprefix("verdicts/") for row in rows for key in row if key.startswith("verdicts/")})
     verdicts = Chart("Verified right", "by the verifier, whatever the reward", "share of completions",
                      {f"verdicts/{name}": name for name in verifiers}, share=True)
-    charts = [functions, verdicts, *OF_EPISODES, *CHARTS]
+    charts = [functions, verdicts, *OF_TEACHER, *OF_EPISODES, *CHARTS]
+    if not any("reward" in row for row in rows):
+        charts = [replace(chart, note="") if chart.title == "Loss" else chart for chart in charts]
     if taught(summary or {}):
         own = {chart.title for chart in OF_TAUGHT}
         charts = [*OF_TAUGHT, *(chart for chart in CHARTS if chart.title not in own)]

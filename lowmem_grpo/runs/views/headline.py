@@ -25,13 +25,15 @@ ENDED = {
               "be told here whether it still runs.",
 }
 LOSSES = {"loss": "loss", "eval_loss": "evaluation loss"}
+METHODS = {"sft": "supervised fine-tuning", "distillation": "distillation", "sdpo": "self-distillation",
+           "sdft": "self-distillation"}
 PREFIX = "alarms/"
 
 
 def headline(name: str, rows: list[Record], summary: Record, missing: list[str], state: str = "") -> Record:
     """Return the top of a run's page. `state` (running, killed or silent) overrides the summary's status."""
     status = state or str(summary.get("status") or "running")
-    about = [summary.get("model"), "supervised fine-tuning" if taught(summary) else None,
+    about = [summary.get("model"), METHODS.get(str(summary.get("method"))),
              name if summary.get("recipe") else None]
     return {"title": str(summary.get("recipe") or name), "status": status,
             "about": " · ".join(str(part) for part in about if part),
@@ -104,6 +106,8 @@ def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
     if last.get("reward") is not None:
         spread = f" \u00b1 {last['reward_std']:.2f}" if last.get("reward_std") is not None else ""
         facts["reward in the last step, mean and spread"] = f"{last['reward']:.2f}{spread}"
+    if apart := numbers(rows, "distillation/divergence"):
+        facts["nats of divergence from the teacher, first \u2192 last"] = f"{apart[0]:.3g} \u2192 {apart[-1]:.3g}"
     if peaks := numbers(rows, "memory/peak_bytes"):
         card = machine.get("card_bytes")
         whose = f", of {size_text(card)} on the card" if card else " of the process" if machine else ""

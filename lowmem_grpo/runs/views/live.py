@@ -30,7 +30,10 @@ OF_EPISODES = (  # label, metric, format
 )
 CURVES = (  # metric, its label on the panel, and in a plain line
     ("eval_reward", "evaluation reward", "eval_reward"), ("turns/mean", "turns", "turns"),
-    ("completions/mean_length", "completion length", "length"), ("entropy", "entropy", "entropy"), ("kl", "KL", "kl"),
+    ("distillation/divergence", "divergence from teacher", "divergence"),
+    ("distillation/agreement", "agreement with teacher", "agreement"),
+    ("completions/mean_length", "completion length", "length"), ("entropy", "entropy", "entropy"),
+    ("distillation/teacher_entropy", "entropy of teacher", "teacher's entropy"), ("kl", "KL", "kl"),
     ("tokens_per_second", "tokens/s", "tokens/s"), ("memory/peak_bytes", "peak memory", "memory"),
 )
 OF_RANKS = {"generate_s": "sampling", "train_s": "training", "waiting_s": "waiting for others"}
@@ -193,6 +196,10 @@ class LiveView:
         return "  ".join([*parts, f"left {self.time_left()}"])
 
 
+class DistillationView(LiveView):
+    title = "Distillation"
+
+
 class SFTView(LiveView):
     """The live view of supervised fine-tuning, which begins with the loss."""
 
@@ -224,7 +231,9 @@ def in_words(logs: dict[str, float]) -> dict[str, str]:
     ranks = sorted({int(match[1]) for key in logs if (match := re.fullmatch(r"ranks/(\d+)/busy_s", key))})
     lines |= {f"rank {rank}": " ".join(f"{name} {logs[key]:.2f} s" for part, name in OF_RANKS.items()
                                        if (key := f"ranks/{rank}/{part}") in logs) for rank in ranks}
-    if {"groups/with_signal", "groups/total"} <= logs.keys():
+    if (successes := logs.get("self_distillation/success_group_fraction")) is not None:
+        lines["groups with a success"] = f"{successes:.0%}"
+    elif {"groups/with_signal", "groups/total"} <= logs.keys():
         lines["groups with signal"] = f"{logs['groups/with_signal']:.0f}/{logs['groups/total']:.0f}"
     return lines
 

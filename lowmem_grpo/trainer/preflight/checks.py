@@ -159,7 +159,7 @@ def before_training(trainer: Any) -> None:
     if trainer.view is None:
         return
     if not mistakes(findings):
-        rows = f"{len(subject.sample.rows):,} of {subject.sample.total:,} rows, the rewards"
+        rows = f"{len(subject.sample.rows):,} of {subject.sample.total:,} rows{', the rewards' * bool(subject.rewards)}"
         trainer.view.say(f"preflight: checked {'the chat template' if subject.without_rows else rows}, disk and memory "
                          f"in {time.monotonic() - began:.1f} s; nothing is wrong")
     if (expected := room.how_long(subject)) is not None:

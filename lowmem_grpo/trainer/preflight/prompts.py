@@ -134,4 +134,4 @@ def small_scale(subject: Subject) -> Iterator[Finding]:
         (subject.state.max_steps, USUAL_STEPS, "steps"), (subject.sample.total, USUAL_ROWS, "rows")) if count < usual]
     if few:
         yield Finding("note", "", f"the run has {' and '.join(few)}",
-                      "use more before you conclude that a reward does not work")
+                      f"use more before you conclude that a {'reward' if subject.rewards else 'teacher'} does not work")
