@@ -21,8 +21,8 @@ ON_A_CARD = re.compile(r"^from card import .*\b(gpu|DEVICES|on_both)\b|mark\.gpu
 WITH_VLLM = re.compile(r"NEEDS_VLLM|mark\.vllm")
 MEMORY_MODEL = ("--shape", "llama-3.1-8b", "--context", "20480")
 WHOLE = ("--stage", "+ 8-bit optimizer", "--stage", "+ host embedding")
-KERNEL_OPS = ("linear_logprobs", "nf4_linear", "nf4_dequantize", "fp8_linear", "fp8_dequantize", "rms_norm",
-              "add_rms_norm", "rope", "swiglu", "geglu")
+KERNEL_OPS = ("linear_logprobs", "linear_divergence", "nf4_linear", "nf4_dequantize", "fp8_linear", "fp8_dequantize",
+              "rms_norm", "add_rms_norm", "rope", "swiglu", "geglu")
 FEW_PROBLEMS = ("eval_problems=8", "train_size=16", "per_device_train_batch_size=8", "num_generations=4",
                 "gradient_accumulation_steps=1")  # for runs that need not learn anything
 LARGE = ("linear_logprobs", "nf4_linear", "fp8_linear")  # ops with many providers, or many shapes

@@ -22,13 +22,14 @@ from rich.console import Console
 from bench.common import options, tables
 from bench.common.rows import append_row, machine, percentiles, run_now
 from bench.gate.pretend import is_pretend
-from bench.kernels import peer_layers, peer_logprobs, peer_quantized
+from bench.kernels import peer_divergence, peer_layers, peer_logprobs, peer_quantized
 from bench.kernels.measure import Clock, copy_bandwidth, errors, peak_bytes
 from bench.kernels.problems import DTYPES, FWD, FWD_BWD, OURS, Case, Problem, Provider, Run, UnsupportedError
 from lowmem_grpo.utils import MIB
 
 WRONG = 0.1  # a provider with a larger error, relative to the largest value, is left out
-PROBLEMS: dict[str, Any] = peer_logprobs.PROBLEMS | peer_quantized.PROBLEMS | peer_layers.PROBLEMS
+PROBLEMS: dict[str, Any] = (peer_logprobs.PROBLEMS | peer_divergence.PROBLEMS | peer_quantized.PROBLEMS
+                            | peer_layers.PROBLEMS)
 PRETENDS = torch.cuda.is_available() and is_pretend(torch.cuda.get_device_name(0))  # whose kernels compute nothing
 BOTH = (FWD, FWD_BWD)
 SHOWN: dict[str, tables.Figure] = {
@@ -44,8 +45,8 @@ def sizes(logprobs: Any, rows: Any, linear: dict[str, int], norm: dict[str, int]
     """Return the shapes of all ops: `rows` are (passes, M, O, I) of linear layers, `linear` a weight to dequantize."""
     products = [(each, {"M": m, "O": outputs, "I": inputs}) for each, m, outputs, inputs in rows]
     return {
-        "linear_logprobs": logprobs, "nf4_linear": products, "nf4_dequantize": [((FWD,), linear)],
-        "fp8_linear": products, "fp8_dequantize": [((FWD,), linear)],
+        "linear_logprobs": logprobs, "linear_divergence": logprobs, "nf4_linear": products, "fp8_linear": products,
+        "nf4_dequantize": [((FWD,), linear)], "fp8_dequantize": [((FWD,), linear)],
         **{op: [(passes, shape)] for op, shape in (("rms_norm", norm), ("add_rms_norm", norm), ("rope", rope),
                                                    ("swiglu", glu), ("geglu", glu))},
     }

@@ -33,7 +33,8 @@ from lowmem_grpo.kernels.triton_utils import Launch, Variant, flagged, tl, trito
 # One row per program, 4 entries per thread. MODE: forward KL, reverse KL, JSD
 ROWS = [Launch({"BLOCK_V": 1024, "MODE": mode}, num_warps=8, num_stages=1) for mode in range(3)]
 UNCAPPED = 2.0**60  # a softcap that changes nothing, for the side without one: dividing by it is exact
-PARTS = 32  # on the CPU a chunk is compared in so many parts: what they allocate is small, and stays in the cache
+# On the CPU a chunk is compared in so many parts, unless they were smaller than this: what they allocate stays small.
+PARTS, PART_SIZE = 32, 2**15
 
 
 def forward_chunks(
@@ -89,7 +90,7 @@ def compare_rows_ref(
     shape, teacher_shape = (LogitShape(temperature, *numbers)
                             for numbers in ((scale, softcap), (teacher_scale, teacher_softcap)))
     results = student.new_empty(4, len(student))
-    size = max(1, -(-len(student) // PARTS))
+    size = max(1, -(-len(student) // PARTS), PART_SIZE // student.shape[1])
     for z, teacher_z, part in zip(student.split(size), teacher.split(size), results.split(size, 1), strict=True):
         log_p, maximum, token = log_probs_(shape.apply_(z, bias))
         log_q, _, teacher_token = log_probs_(teacher_shape.apply_(teacher_z, teacher_bias))
