@@ -129,7 +129,8 @@ class Learner:
         or evaluation mode."""
         self.objective.start_update(members(groups), policy_version)
         fields = self.objective.needed_before(optimizer_steps)
-        rollouts = (self.counted_groups if any(field.of_all for field in fields) else self.trained_groups)(groups)
+        of_all = not training or any(field.of_all for field in fields)  # an evaluation measures all that count
+        rollouts = (self.counted_groups if of_all else self.trained_groups)(groups)
         prepared = Prepared(self, groups, rollouts, fields, training)
         if fields:
             prepared.compute()

@@ -128,7 +128,9 @@ def teacher_of(config: GRPOConfig, trained: TrainedModel, given: Any) -> tuple[T
         model, _ = FastLanguageModel.from_pretrained(name, max_seq_length=trained.context, device=str(policy.device),
                                                      load_in_4bit=any(linears_in_4bit(policy.base)))
     else:
-        model = given if hasattr(given, "loaded") else Brought(given, None, None, None, config, 0).loaded()
+        made_here = not getattr(getattr(given, "config", None), "_name_or_path", "")  # no tokenizer belongs to it
+        tokenizer = trained.tokenizer if made_here else None
+        model = given if hasattr(given, "loaded") else Brought(given, tokenizer, None, None, config, 0).loaded()
     other = Policy(getattr(model, "inner", model), policy.autocast_dtype, config.logits_chunk)
     if other.device != policy.device:  # as TRL does
         other.base.to(policy.device)

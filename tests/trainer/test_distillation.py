@@ -2,7 +2,9 @@
 go on, rewards beside a teacher, evaluations, and what is refused before anything is trained."""
 
 import contextlib
+import copy
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from memory import Failing
 from safetensors.torch import load_file
 from small_models import TINY, random_model, scatter, shallow
 from tokenizers import Tokenizer
@@ -19,6 +22,7 @@ from torch import Tensor
 from trainer_runs import (
     ROWS,
     SMALL,
+    TEXTS,
     Gradients,
     adapter_of,
     by_letters,
@@ -26,7 +30,9 @@ from trainer_runs import (
     load,
     make,
     moved,
+    naive_logprobs,
     plain_peft,
+    relative,
     same,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,6 +51,7 @@ from lowmem_grpo import (
 from lowmem_grpo.engines.served_teacher import ServedTeacher
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer.trajectories import TrajectoryTrainer
+from lowmem_grpo.types import RolloutGroup
 from tests.attacks import judge_server
 from tests.attacks.small_run import StopAt
 
@@ -293,6 +300,147 @@ def test_a_second_run_of_a_trainer_would_begin_with_the_average_of_the_first(tmp
     trainer.policy.teacher_adapter = {name: value + 1 for name, value in begun.items()}
     trainer.saver.begin_again()
     assert same(trainer.policy.teacher_adapter, begun)
+
+
+# Rewards beside a teacher, and what must not change what is learnt
+
+SHARE = 0.3
+MIXED: dict[str, dict[str, Any]] = {
+    "kl and entropy": {"beta": 0.1, "entropy_coef": 0.01, "distillation_mode": "full_logits",
+                       "distillation_alpha": 0.3},
+    "second optimizer step": {"beta": 0.1, "num_iterations": 2},
+    "truncated ones masked": {"mask_truncated_completions": True, "distillation_mode": "topk_logits",
+                              "distillation_topk": 5, "distillation_add_tail": True},
+    "small micro-batches": {"loss_type": "dr_grpo", "max_tokens_per_micro_batch": 60,
+                            "distillation_mode": "full_logits"},
+}
+
+
+def learnt(trainer: Any, sampled: list[RolloutGroup], **wider: Any) -> tuple[float, Gradients]:
+    """The loss and the gradient on copies of the groups; with several iterations, after the policy has moved."""
+    groups = copy.deepcopy(sampled)
+    vars(trainer.args).update(wider)
+    trainer.learner.prepare(groups, trainer.args.num_iterations)
+    if trainer.args.num_iterations > 1:
+        with torch.no_grad():
+            for number, parameter in enumerate(trainer.policy.trainable):
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    loss = trainer.learner.forward_backward(groups)["loss"]
+    return loss, {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("settings", MIXED.values(), ids=MIXED)
+def test_rewards_and_a_teacher_would_not_add_up_by_their_weights(settings: dict[str, Any], tmp_path: Path) -> None:
+    own = {name: value for name, value in settings.items() if not name.startswith("distillation")}
+    shared = {name: value for name, value in settings.items() if name not in ("beta", "entropy_coef")}
+    both, paid, taught = (make(tmp_path / name, by_letters, model=moved(load()), **each) for name, each in (
+        ("both", settings | {"teacher": "base", "distillation_weight": SHARE}), ("paid", own),
+        ("taught", shared | {"teacher": "base", "distillation_weight": 1.0})))
+    groups = both.rollout()
+    for group in groups:
+        for rollout in group.rollouts[:2]:
+            rollout.finish_reason = "stop"
+    (loss, found), (paid_loss, first), (taught_loss, second) = (learnt(each, groups) for each in (both, paid, taught))
+    assert loss == pytest.approx((1 - SHARE) * paid_loss + SHARE * taught_loss, rel=1e-4)
+    wanted = {name: (1 - SHARE) * first[name] + SHARE * second[name] for name in first}
+    assert relative(found, wanted) < 1e-5 and relative(first, wanted) > 0.1 and relative(second, wanted) > 0.1
+    if "max_tokens_per_micro_batch" in settings:
+        both.model.zero_grad()
+        assert relative(learnt(both, groups, max_tokens_per_micro_batch=None)[1], found) < 1e-5
+
+
+def test_a_teacher_would_read_with_the_dropout_of_training(tmp_path: Path) -> None:
+    config = SDFTConfig(output_dir=str(tmp_path / "run"), teacher="live", distillation_mode="sampled_token",
+                        distillation_alpha=1.0, disable_dropout=False, **SMALL)
+    trainer = SDFTTrainer(moved(load(lora_dropout=0.5)), config, WORKED)
+    groups, plain = trainer.rollout(), plain_peft(trainer.model, tmp_path / "plain")
+    trainer.learner.prepare(groups, 1)
+    for rollout in groups[0].rollouts:
+        wanted = naive_logprobs(plain, rollout.teacher_prompt or [], rollout.completion_ids)
+        assert (rollout.fields["teacher_logprobs"] - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["its own base", "another model"])
+def test_memory_that_runs_out_while_the_teacher_reads_would_change_what_is_learnt(other: bool, tmp_path: Path) -> None:
+    ends = []
+    for tokens in (50, 100):
+        given = scatter(load(), seed=5) if other else "base"
+        trainer = student(tmp_path / str(tokens), given, TEXTS, max_tokens_per_micro_batch=tokens)
+        groups, hook = trainer.rollout(), Failing(0)
+        if tokens == 100:
+            read = trainer.teaching.teacher.other or trainer.policy
+            read.backbone.norm.register_forward_hook(hook)
+        trainer.update(groups)
+        assert hook.raised == (tokens == 100)
+        ends.append(adapter_of(trainer.model))
+    assert same(*ends)
+
+
+def test_an_episode_would_be_read_without_what_its_environment_said(tmp_path: Path) -> None:
+    class Twice:
+        def reset(self, **_: Any) -> str:
+            self.left = 2
+            return "Say a digit."
+
+        def step(self, reply: str) -> tuple[str, float, bool]:
+            self.left -= 1
+            return "Another one", float(len(reply) % 3), self.left == 0
+
+    config = GRPOConfig(output_dir=str(tmp_path), teacher="base", max_turn_tokens=6, max_turns=2,
+                        **SMALL | {"max_completion_length": 64})
+    trainer = GRPOTrainer(moved(load()), None, config, environment_factory=Twice)
+    groups, plain = trainer.rollout(), base()
+    trainer.learner.prepare(groups, 1)
+    rollouts = [(group.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
+    assert all(len(rollout.turns) == 2 and not rollout.splits for _, rollout in rollouts)
+    for prompt, rollout in rollouts:
+        wanted = rollout.at_trained(naive_logprobs(plain, prompt, rollout.completion_ids))
+        assert (rollout.at_trained(rollout.fields["teacher_logprobs"]) - wanted).abs().max() < 1e-4
+    assert math.isfinite(trainer.learner.forward_backward(groups)["loss"])
+
+
+# Evaluations
+
+
+def evaluated(folder: Path, **settings: Any) -> SDPOTrainer:
+    config = SDPOConfig(output_dir=str(folder), success_reward_threshold=9.0, disable_dropout=False,
+                        **SMALL | {"max_steps": 3} | settings)
+    return SDPOTrainer(moved(load(lora_dropout=0.1)), by_letters, config, ROWS, ROWS[:2])
+
+
+def test_an_evaluation_would_change_the_run_or_have_no_loss_of_distillation(tmp_path: Path) -> None:
+    alone, often = evaluated(tmp_path / "alone"), evaluated(
+        tmp_path / "often", eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss")
+    seen = Keeps(often.model), Keeps(alone.model)
+    for trainer, keeps in zip((often, alone), seen, strict=True):
+        trainer.add_callback(keeps)
+        trainer.train()
+    assert len(seen[0].seen) == 3 and all(map(same, seen[0].seen, seen[1].seen))
+    assert same(often.policy.teacher_adapter or {}, alone.policy.teacher_adapter or {})
+    lines = [line for folder in ("alone", "often") for line in read_lines(tmp_path / folder / "metrics.jsonl")]
+    kept = [{name: line[name] for name in line if name.startswith(("self_dist", "distill", "loss"))}
+            for line in lines if "loss" in line]
+    assert kept[:3] == kept[3:] and len(kept) == 6
+    best = [line["eval_loss"] for line in often.state.log_history if "eval_loss" in line]
+    assert often.state.best_metric == min(best) and len(best) == 3
+
+
+def test_the_loss_of_an_evaluation_would_not_be_that_of_its_completions(tmp_path: Path) -> None:
+    trainer, groups = evaluated(tmp_path / "run"), list[RolloutGroup]()
+    trainer.evaluation.run(trainer.eval_sets, lambda sampled: groups.extend(sampled) or {})
+    metrics, plain = trainer.evaluate(), plain_peft(trainer.model, tmp_path / "plain")
+    trainer.read_by_teacher(groups)
+    sequences = []
+    with torch.no_grad():
+        for group in groups:
+            for rollout in group.rollouts:
+                own, other = (naive_logprobs(plain, prompt, rollout.completion_ids) for prompt in (
+                    group.prompt_ids, rollout.teacher_prompt or group.prompt_ids))
+                sequences.append(((own - other) * own).mean() * rollout.fields["teacher_mask"])
+    assert 0 < sum(bool(value) for value in sequences) < len(sequences)
+    assert metrics["eval_loss"] == pytest.approx(float(sum(sequences)) / len(sequences), rel=1e-3)
+    assert {"eval_distillation/divergence", "eval_reward"} <= metrics.keys()
 
 
 # What is refused, in words and before a model is loaded

@@ -8,10 +8,19 @@ import peft
 import pytest
 import torch
 from PIL import Image
+from small_models import scatter
 from transformers import AutoModelForImageTextToText
 from vision_models import FAMILIES, IMAGE, VIDEO, saved_vision_model
 
-from lowmem_grpo import FastLanguageModel, FastVisionModel, GRPOConfig, GRPOTrainer, SamplingParams
+from lowmem_grpo import (
+    FastLanguageModel,
+    FastVisionModel,
+    GRPOConfig,
+    GRPOTrainer,
+    SamplingParams,
+    SDFTConfig,
+    SDFTTrainer,
+)
 from lowmem_grpo.config.loading import EngineUnavailableError
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.models import vision
@@ -19,7 +28,7 @@ from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.vision import store_of
 from lowmem_grpo.recipes.guess import Guess
 from lowmem_grpo.trainer.preflight.checks import PreflightError
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import ImageToken, Rollout, RolloutGroup
 from tests.attacks.small_run import StopAt, differences
 
 ASK = {"type": "text", "text": "Describe it"}
@@ -219,3 +228,21 @@ def test_a_small_copy_of_each_image_is_kept_once_and_the_report_shows_it(tmp_pat
             assert small.size == (96, 64) and path.stat().st_size < 4000
     report = (tmp_path / "run" / "report.html").read_text()
     assert report.count("data:image/jpeg;base64,") == 3 and "image_pad" not in report
+
+
+def test_a_teacher_would_read_no_images(tmp_path: Path) -> None:
+    """Its base reads what the reference of the KL term reads; and a worked solution stands beside the images."""
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), teacher="base", **SETTINGS | {"kl_reference": "base"})
+    model, processor = loaded(tmp_path)
+    trainer = GRPOTrainer(scatter(model), paid, args, ROWS, processing_class=processor)
+    groups = trainer.rollout()
+    trainer.learner.prepare(groups, 1)
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        torch.testing.assert_close(rollout.fields["teacher_logprobs"], rollout.ref_logprobs, rtol=0, atol=1e-6)
+    own = {name: value for name, value in SETTINGS.items() if name != "beta"}
+    told = SDFTTrainer(loaded(tmp_path)[0], SDFTConfig(output_dir=str(tmp_path / "told"), **own | {"max_steps": 1}),
+                       [row | {"privileged_context": "w5"} for row in ROWS], processing_class=processor)
+    told.train()
+    shown = [[[token for token in ids if isinstance(token, ImageToken)]
+              for ids in (group.prompt_ids, group.rollouts[0].teacher_prompt)] for group in told.sampled]
+    assert all(student == teacher for student, teacher in shown) and sum(bool(student) for student, _ in shown) == 3

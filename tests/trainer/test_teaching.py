@@ -17,7 +17,8 @@ from lowmem_grpo.trainer.preflight.subject import Subject
 
 
 def trainer(folder: Path, teacher: Any = "base", **settings: Any) -> DistillationTrainer:
-    config = DistillationConfig(output_dir=str(folder), **(SMALL | {"num_generations": 2, "distillation_weight": 0.9} | settings))
+    own = {"num_generations": 2, "distillation_weight": 0.9}
+    config = DistillationConfig(output_dir=str(folder), **(SMALL | own | settings))
     return DistillationTrainer(load(), teacher, config, ROWS)
 
 
