@@ -72,6 +72,13 @@ class TeacherPrompts:
         empty = [column for column in self.columns if not as_text(row.get(column)).strip()]
         return f"empty {empty[0]}, which the teacher is to read" if empty else ""
 
+    def lengths(self, row: dict[str, Any]) -> tuple[int, int]:
+        """Return the tokens of a row's prompt with all that is told, and with its first character only. Which success
+        will be shown is not known beforehand: "." stands for it."""
+        told = {name: as_text(row.get(name)) for name in self.columns} or ({"solution": "."} if self.tells else {})
+        first = {name: text[:1] for name, text in told.items()}
+        return len(self.encoded(row, told)), len(self.encoded(row, first))
+
     def assign(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """Set `teacher_prompt` and the field `teacher_mask` of all rollouts of scored groups; return the metrics.
         ValueError for an episode, unless the teacher reads what the policy read."""

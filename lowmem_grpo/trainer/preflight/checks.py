@@ -122,6 +122,8 @@ CHECKS = (
     Check("missing columns", "error", missing_columns, with_sft=False),
     Check("empty columns", "warning", empty_columns, with_sft=False),
     Check("rows without a verdict", "error", unjudged_rows, with_sft=False),
+    Check("the teacher's prompts", "error", prompts.too_long_for_teacher, with_sft=False, of_rows=True),
+    Check("stored completions", "error", prompts.unfit_completions, with_sft=False, of_rows=True),
     Check("evaluation rows", "error", unusable_evaluation, with_sft=False),
     Check("output_dir", "error", room.unwritable),
     Check("disk", "error", room.full_disk),

@@ -3,12 +3,15 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import IMAGES
 from lowmem_grpo.trainer.preflight.subject import Subject, bit_reversed
 from lowmem_grpo.types import Finding
 
+FEW = 64  # rows whose prompts for a teacher, or stored completions, are looked at; they may be long
 MANY_ALIKE = 0.1  # share of rows that may repeat the prompt of another row
 BLOCK = 64  # neighbouring rows compared together, since copies of a prompt are often adjacent
 SECONDS = 0.3  # after one block, no further rows are compared once this time has passed
@@ -75,6 +78,39 @@ def too_long(subject: Subject) -> Iterator[Finding]:
     yield Finding("error" if none_left else "warning", "", f"{which}: longer than {bound}, the longest has "
                   f"{longest.tokens} tokens" + (f", {images} of them of images" if images else ""),
                   f"{fix}; {SMALLER if images else instead}")
+
+
+def too_long_for_teacher(subject: Subject) -> Iterator[Finding]:
+    """Find rows that leave a teacher too little room for what only it is told: a part of it is read, or the completions
+    are not distilled. It is an error if no completion is distilled."""
+    prompts, rows = subject.teacher_prompts, subject.sample.fitting[:FEW]
+    if prompts is None or not rows or (prompts.same and not prompts.tells):
+        return
+    lengths = [prompts.lengths(looked.row) for looked in rows]
+    over, unread = (sum(length[which] > prompts.limit for length in lengths) for which in (0, 1))
+    results = {"the end of what only the teacher is told is cut": over - unread, "no completion is distilled": unread}
+    if not over:
+        return
+    fix = ("raise max_reprompt_len" if prompts.limit == subject.args.max_reprompt_len else
+           "load with a larger max_seq_length, or lower max_completion_length")
+    yield Finding("error" if unread == len(rows) else "warning", "", f"{over} of {len(rows)} rows make a prompt of the "
+                  f"teacher that is longer than {prompts.limit} tokens, the longest has {max(lengths)[0]}: "
+                  + ", ".join(f"{what} ({count})" for what, count in results.items() if count),
+                  f"{fix}, or shorten the rows")
+
+
+def unfit_completions(subject: Subject) -> Iterator[Finding]:
+    """Find rows whose stored completions or teacher's tokens cannot be trained on."""
+    for which, sample in subject.datasets if subject.stored is not None else ():
+        faults, rows = [], sorted(sample.fitting[:FEW], key=lambda looked: looked.index)
+        for looked in rows:
+            try:
+                subject.stored.rollout(replace(looked.prompt, index=looked.index))  # type: ignore[type-var]
+            except DataError as error:
+                faults.append(str(error))
+        if faults:
+            yield Finding("error", "", f"{len(faults)} of {len(rows)} rows of the {which} cannot be trained on; "
+                          f"{faults[0]}", "correct these rows, or leave them out (dataset.filter)")
 
 
 def few_rows(subject: Subject) -> Iterator[Finding]:

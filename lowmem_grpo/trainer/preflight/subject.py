@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_grpo.config.teacher import STORED
 from lowmem_grpo.data.packing import PackedRows, of_any_length
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, is_chat
 from lowmem_grpo.data.stream import Stream
@@ -148,6 +149,8 @@ class Subject:
         self.end_ids = own | {*(getattr(params, "stop_token_ids", None) or [])}  # tokens that end a completion
         self.end_texts: list[str] = getattr(params, "stop_strings", [])  # strings that end a completion
         self.turns: Turns | None = getattr(trainer, "turns", None)  # None: single-turn
+        self.teacher_prompts: Any = getattr(getattr(trainer, "teaching", None), "prompts", None)
+        self.stored: Any = trainer.player if getattr(trainer.args, "teacher", None) == STORED else None
         self.cache_dtype = getattr(getattr(trainer, "engine", None), "cache_dtype", AUTO)  # the KV cache's
 
     def passes(self, updates: int) -> int:

@@ -11,10 +11,19 @@ from typing import Any
 import pytest
 import torch
 from preflight_runs import ROWS, TEXTS, WITH_SYSTEM, found, make, reads_answer
-from trainer_runs import digit_sum, load
+from trainer_runs import SMALL, digit_sum, load
 from transformers.utils import get_json_schema
 
-from lowmem_grpo import GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
+from lowmem_grpo import (
+    DistillationConfig,
+    DistillationTrainer,
+    GRPOTrainer,
+    SamplingParams,
+    SDFTConfig,
+    SDFTTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from lowmem_grpo.memory.cards import device
 from lowmem_grpo.rewards.ready import code
 from lowmem_grpo.rewards.ready.code import code_passes_tests
@@ -303,6 +312,43 @@ def with_template(trainer: Callable[..., Any], template: str | None = "") -> Bui
         return trainer(make)
 
     return build
+
+
+def sdft(make: Any, context: str, most: int = 10_240) -> SDFTTrainer:
+    config = SDFTConfig(output_dir=str(make().run_dir), max_reprompt_len=most, **SMALL)
+    return SDFTTrainer(load(max_seq_length=128), config, [{**row, "privileged_context": context} for row in ROWS])
+
+
+@case("the teacher's prompts", "warning",
+      r"12 of 12 rows make a prompt of the teacher that is longer than 120 tokens, the longest has \d{3}: the end of "
+      r"what only the teacher is told is cut \(12\)\. What to do: load with a larger max_seq_length, or lower max_com")
+def context_longer_than_the_models(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return sdft(make, "14 " * 90)
+
+
+@case("the teacher's prompts", "error",
+      r"longer than 12 tokens, the longest has \d\d: no completion is distilled \(12\)\. What to do: raise max_repro")
+def no_room_for_the_context(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return sdft(make, "the answer is 14", 12)
+
+
+def stored(make: Any, rows: list[Any]) -> DistillationTrainer:
+    settings = SMALL | {"num_generations": 1, "distillation_mode": "topk_logits", "distillation_topk": 2}
+    return DistillationTrainer(load(), "stored", DistillationConfig(output_dir=str(make().run_dir), **settings), rows)
+
+
+@case("stored completions", "error",
+      r"1 of 12 rows of the dataset cannot be trained on; row 3: at token 0, .* rises; .*\. What to do: correct ")
+def unsorted_tokens_of_a_teacher(make: Any, tokenizer: Any, patch: Any) -> Any:
+    rows: list[Any] = [{**row, "completion_ids": [5], "teacher_top_ids": [[5, 6]],
+                        "teacher_top_logprobs": [[-0.1, -3.0]]} for row in ROWS]
+    rows[3]["teacher_top_logprobs"] = [[-3.0, -0.1]]
+    return stored(make, rows)
+
+
+@case("stored completions", "error", r"12 of 12 rows of the dataset cannot .*; row \d+ has no column completion_ids")
+def no_stored_completions(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return stored(make, ROWS)
 
 
 CASES |= {name: (check, severity, said, with_template(*parts)) for name, check, severity, said, *parts in SIMPLE}
