@@ -54,10 +54,13 @@ class StoredCompletions:
         if len(prompt.ids) + len(ids) > context:
             raise DataError(f"row {prompt.index}: the prompt has {len(prompt.ids)} tokens and {COMPLETION} {len(ids)}, "
                             f"and the model was loaded for {context} together; load with a larger max_seq_length")
+        if (most := self.trainer.args.distillation_topk) > top_ids.shape[1]:
+            raise DataError(f"row {prompt.index}: {TOP_IDS} has {top_ids.shape[1]} tokens at each place, and "
+                            f"distillation_topk is {most}; set at most what all rows have")
         return Rollout(ids, [0.0] * len(ids), finish_reason(ids, [True] * len(ids), ends),
                        text=self.trainer.tokenizer.decode(ids, skip_special_tokens=True),
                        policy_version=self.trainer.state.policy_version,
-                       fields={TOP_IDS: top_ids, TOP_LOGPROBS: top_logprobs})
+                       fields={TOP_IDS: top_ids[:, :most], TOP_LOGPROBS: top_logprobs[:, :most]})
 
 
 def stored_values(row: Mapping[str, Any], number: int | None, vocabulary: int) -> tuple[list[int], Tensor, Tensor]:

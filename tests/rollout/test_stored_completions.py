@@ -20,11 +20,12 @@ ROW: dict[str, Any] = {"completion_ids": IDS, "teacher_top_ids": TOP, "teacher_t
 PARAMS = SamplingParams(n=1, max_tokens=8)
 
 
-def player(context: int = 16) -> StoredCompletions:
+def player(context: int = 16, most: int = 2) -> StoredCompletions:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     model = SimpleNamespace(loaded=SimpleNamespace(max_seq_length=context),
                             get_input_embeddings=lambda: SimpleNamespace(weight=torch.empty(384, 0)))
     return StoredCompletions(SimpleNamespace(model=model, tokenizer=tokenizer, state=SimpleNamespace(policy_version=3),
+                                             args=SimpleNamespace(distillation_topk=most),
                                              policy=SimpleNamespace(eos_token_ids=lambda tokenizer: [2])))
 
 
@@ -40,6 +41,12 @@ def test_a_rollout_is_its_rows_completion_with_the_teachers_values_as_fields() -
     assert first.text == player().trainer.tokenizer.decode([7, 8])
     assert torch.equal(first.fields["teacher_top_ids"], torch.tensor(TOP))
     assert torch.equal(first.fields["teacher_top_logprobs"], torch.tensor(LOGPROBS))
+
+
+def test_rows_with_more_tokens_at_each_place_than_are_asked_for_would_not_fit_together() -> None:
+    [[rollout]] = player(most=1).play(None, [Prompt({"prompt": "a"} | ROW, [5], "a", 0)], PARAMS)
+    assert torch.equal(rollout.fields["teacher_top_ids"], torch.tensor(TOP)[:, :1])
+    assert torch.equal(rollout.fields["teacher_top_logprobs"], torch.tensor(LOGPROBS)[:, :1])
 
 
 @pytest.mark.parametrize("kind", [None, "numpy", "torch"])
@@ -93,5 +100,7 @@ def test_rows_that_lack_a_column_or_room_and_several_completions_are_refused() -
         player().play(None, [prompt], PARAMS)
     with pytest.raises(DataError, match="num_generations is 2, and a row has one stored completion; set it to 1"):
         player().play(None, [prompt], replace(PARAMS, n=2))
+    with pytest.raises(DataError, match="row 41: teacher_top_ids has 2 tokens at each place, and distillation_topk is"):
+        player(32, most=3).play(None, [prompt], PARAMS)
     with pytest.raises(DataError, match="row 41 has no column teacher_top_ids; it needs completion_ids, te"):
         stored_values({"completion_ids": np.array([5])}, 41, 384)

@@ -40,6 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowmem_grpo import (
     DistillationConfig,
     DistillationTrainer,
+    FastLanguageModel,
     GRPOConfig,
     GRPOTrainer,
     SDFTConfig,
@@ -49,6 +50,7 @@ from lowmem_grpo import (
     SFTTrainer,
 )
 from lowmem_grpo.engines.served_teacher import ServedTeacher
+from lowmem_grpo.models.quantized_linear import linears_in_4bit
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer.trajectories import TrajectoryTrainer
 from lowmem_grpo.types import RolloutGroup
@@ -347,6 +349,28 @@ def test_rewards_and_a_teacher_would_not_add_up_by_their_weights(settings: dict[
     if "max_tokens_per_micro_batch" in settings:
         both.model.zero_grad()
         assert relative(learnt(both, groups, max_tokens_per_micro_batch=None)[1], found) < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["bf16 model", "bf16", "fp16", "4 bits"])
+def test_a_teacher_would_be_loaded_or_compared_in_another_precision(precision: str, tmp_path: Path) -> None:
+    """The plain model has 32 bits; the tolerance is that of the precision."""
+    four, half = precision == "4 bits", torch.bfloat16 if precision == "bf16 model" else None
+    bare, _ = FastLanguageModel.from_pretrained(str(shallow()), max_seq_length=128, load_in_4bit=four, dtype=half)
+    model = moved(FastLanguageModel.get_peft_model(bare, r=4))
+    mixed = {precision: True} if precision in ("bf16", "fp16") else {}
+    trainer = student(tmp_path, str(shallow()) if four else "base", model=model, beta=0.3, **mixed)
+    groups, kept = trainer.rollout(), trainer.policy.trainable
+    metrics = trainer.update(groups)
+    assert math.isfinite(metrics["grad_norm"]) and all(parameter.isfinite().all() for parameter in kept)
+    if four:
+        assert len([*linears_in_4bit(trainer.teaching.teacher.other.base)]) == 14
+        return
+    plain, other = plain_peft(moved(load()), tmp_path / "plain"), base()
+    with torch.no_grad():
+        both = [[dense(each, group.prompt_ids, rollout.completion_ids) for each in (plain, other)]
+                for group in groups for rollout in group.rollouts]
+        wanted = torch.cat([divergence(*each, 0.3) for each in both]).mean()
+    assert metrics["distillation/divergence"] == pytest.approx(float(wanted), rel=0.05) and wanted > 0.01
 
 
 def test_a_teacher_would_read_with_the_dropout_of_training(tmp_path: Path) -> None:

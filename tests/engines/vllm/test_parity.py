@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from memory import LiveStorage
+from small_models import shallow
+from trainer_runs import adapter, make, moved, same
 from vllm_models import (
+    KV_BYTES,
     LONG,
     NEEDS_VLLM,
     REAL,
@@ -21,6 +24,7 @@ from vllm_models import (
     storages,
 )
 
+from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.vllm import shared_linear as lent_layers
 from lowmem_grpo.engines.vllm.engine import VLLMEngine
@@ -120,3 +124,19 @@ def test_where_vllm_cannot_compute_gated_delta_nets_the_other_engine_is_named(
         return
     with pytest.raises(BorrowError, match=message + r'.*Sample with fast_inference="transformers"'):
         check_family(config, dtype, torch.device(device))
+
+
+@pytest.mark.slow
+def test_vllm_would_sample_with_the_adapter_of_a_teacher_that_has_read(alone: None, tmp_path: Path) -> None:
+    """The adapter's factors are exchanged while the teacher "ema" reads."""
+    model, _ = FastLanguageModel.from_pretrained(
+        str(shallow()), max_seq_length=128, load_in_4bit=False, fast_inference="vllm", kv_cache_bytes=KV_BYTES)
+    trainer = make(tmp_path, model=moved(FastLanguageModel.get_peft_model(model, r=4)), teacher="ema", max_steps=3,
+                   distillation_mode="full_logits", parity_steps=1)
+    trainer.train()
+    teacher = trainer.policy.teacher_adapter or {}
+    assert teacher and not same(teacher, adapter(trainer)) and trainer.sampler.engine.name == "vllm"
+    groups = trainer.rollout()
+    trainer.learner.prepare(groups, 1)
+    assert trainer.parity.check(trainer.rollout())["sampling/parity/max"] <= 1e-4
+    trainer.sampler.engine.close()
