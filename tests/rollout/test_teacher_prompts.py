@@ -97,7 +97,7 @@ def trl_read(built: dict[str, Any]) -> list[list[int]]:
 @pytest.mark.parametrize("prompts", [CHATS, TEXTS], ids=["chat", "text"])
 @pytest.mark.parametrize("options", [
     {}, {"dont_reprompt_on_self_success": False}, {"success_reward_threshold": 0.5},
-    {"use_successful_as_teacher": False}, {"remove_thinking_from_demonstration": True}, BOTH,
+    {"remove_thinking_from_demonstration": True}, BOTH,
     BOTH | {"environment_feedback_only_without_solution": True},
     BOTH | {"use_successful_as_teacher": False}, BOTH | {"reprompt_template": "{feedback}|{solution} {{}} {prompt}",
                                                          "solution_template": "s: {successful_previous_attempt}",

@@ -285,7 +285,7 @@ function sampleCard(sample) {  // an episode by its turns, or a completion
   });
   const words = samples.endings[sample.ending];
   return make("article", "card", make("div", "facts", judged(sample),
-    (sample.reward != null || rewardNames().length) && make("b", "", "reward " + number(sample.reward)),
+    (sample.reward != null || rewardNames().length > 0) && make("b", "", "reward " + number(sample.reward)),
     facts.filter(Boolean).map(words => make("span", "quiet", words))),
   sample.prompt && said("context", "prompt", sample.prompt),
   sample.images && make("p", "images", sample.images.map((name, place) => samples.pictures?.[name]

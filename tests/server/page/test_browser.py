@@ -120,6 +120,14 @@ def test_an_episode_is_shown_turn_by_turn(browser: Browser, folder: Path) -> Non
                        "[...each.childNodes].every(child => child.nodeType === Node.ELEMENT_NODE))")
 
 
+def test_a_completion_without_rewards_would_be_shown_with_an_empty_reward(browser: Browser, folder: Path) -> None:
+    write_run(folder / "taught", 0, {"status": "finished", "method": "distillation"})
+    append(folder / "taught/completions.jsonl", [completion(1, reward=None, rewards={}, advantage=0.0)])
+    browser.open("/?run=taught")
+    words = browser.until("return document.querySelector('#rows .facts').innerText")
+    assert words.split()[:2] == ["step", "1"] and "reward" not in words and "advantage" not in words
+
+
 def test_colours_follow_the_system_and_paper_is_light_with_every_curve(browser: Browser) -> None:
     browser.open("/?run=short")
     before = browser.until(DRAWN)
