@@ -120,5 +120,8 @@ class SDFTConfig(SelfDistillationConfig):
 
     def check_combinations(self) -> None:
         super().check_combinations()
+        if self.num_loss_tokens_to_skip >= (self.max_completion_length or 1):
+            raise ValueError(f"num_loss_tokens_to_skip is {self.num_loss_tokens_to_skip}, and max_completion_length "
+                             f"{self.max_completion_length}: no token is left to learn; skip fewer")
         fields = "prompt", "privileged_context"
         check_template("teacher_prompt_template", self.teacher_prompt_template, fields, needed=fields)

@@ -77,8 +77,8 @@ class GRPOTrainer(TrlApi):
                                    config.score_while_sampling, players.plays, late_columns=rollout_func is not None,
                                    override=self._calculate_rewards if overridden else None,
                                    may_be_empty=config.teaching)
-        for name in ("dynamic_sampling_rounds", "difficulty_pools"):
-            if getattr(config, name) and not self.scorer.funcs:
+        for name in ("dynamic_sampling_rounds", "difficulty_pools", "advantage_estimator"):
+            if getattr(config, name) not in (0, False, GRPOConfig.advantage_estimator) and not self.scorer.funcs:
                 raise ValueError(f"{name} is {getattr(config, name)!r}, which goes by rewards, and there are none; "
                                  "leave it out, or give reward_funcs")
         self.given_rows, self.given_eval_rows = train_dataset, eval_dataset

@@ -135,4 +135,8 @@ def teacher_of(config: GRPOConfig, trained: TrainedModel, given: Any) -> tuple[T
     if other.device != policy.device:  # as TRL does
         other.base.to(policy.device)
         other.device = policy.device
+    longest = getattr(other.base.config.get_text_config(), "max_position_embeddings", None) or trained.context
+    if longest < trained.context:
+        raise ValueError(f"the teacher reads at most {longest} tokens, and the student was loaded for "
+                         f"{trained.context}; load it with max_seq_length={longest}")
     return Teacher(name, policy, other=other), model.loaded.tokenizer

@@ -488,6 +488,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (DistillationConfig, {"distillation_mode": "sampled_token", "beta": 0.3}, "and beta is 0.3; one token gives"),
     (DistillationConfig, {"lmbda": 0.5}, "train on other texts with SFTTrainer"),
     (DistillationConfig, {"seq_kd": True}, "train on other texts with SFTTrainer"),
+    (SDFTConfig, {"num_loss_tokens_to_skip": 256}, "and max_completion_length 256: no token is left to learn; skip f"),
     (SDPOConfig, {"use_successful_as_teacher": False}, "the teacher is told nothing; set one of them to True"),
 ]
 
@@ -509,6 +510,8 @@ DOORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: SDFTTrainer(NOWHERE, None, PLAIN), "has no column 'privileged_context'"),
     (lambda: GRPOTrainer(NOWHERE, [], None, PLAIN, teacher="base", dynamic_sampling_rounds=2),
      "dynamic_sampling_rounds is 2, which goes by rewards, and there are none"),
+    (lambda: GRPOTrainer(NOWHERE, None, None, PLAIN, teacher="base", advantage_estimator="remax"),
+     "advantage_estimator is 'remax', which goes by rewards, and there are none"),
     (lambda: TrajectoryTrainer(NOWHERE, GRPOConfig(teacher="base")), "a teacher reads what GRPOTrainer samples; leave"),
     (lambda: TrajectoryTrainer(NOWHERE, DistillationConfig()), "args is a DistillationConfig, and a teacher reads"),
     (lambda: SFTTrainer(NOWHERE, PLAIN, teacher="base"), "SFTTrainer has no parameter 'teacher'"),
@@ -542,8 +545,10 @@ def other_tokens(folder: Path) -> Any:
     (lambda folder, model: "base", {"distillation_mode": "topk_logits", "distillation_topk": 385},
      "distillation_topk is 385, and the vocabulary has 384 tokens; set at most that"),
     (lambda folder, model: other_tokens(folder), {}, "the teacher's tokens are not the student's"),
+    (lambda folder, model: random_model("Llama", max_position_embeddings=100), {},
+     "the teacher reads at most 100 tokens, and the student was loaded for 128; load it with max_seq_length=100"),
     (lambda folder, model: folder / "nothing", {}, "there is no such folder"),
-], ids=["itself", "its base", "peft", "top_k", "vocabulary", "tokens", "folder"])
+], ids=["itself", "its base", "peft", "top_k", "vocabulary", "tokens", "context", "folder"])
 def test_a_teacher_that_cannot_teach_would_fail_in_the_first_step_or_never(
     teacher: Any, settings: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
