@@ -124,7 +124,7 @@ def test_a_completion_without_rewards_would_be_shown_with_an_empty_reward(browse
     write_run(folder / "taught", 0, {"status": "finished", "method": "distillation"})
     append(folder / "taught/completions.jsonl", [completion(1, reward=None, rewards={}, advantage=0.0)])
     browser.open("/?run=taught")
-    words = browser.until("return document.querySelector('#rows .facts').innerText")
+    words = browser.until("return element('rows')?.innerText")
     assert words.split()[:2] == ["step", "1"] and "reward" not in words and "advantage" not in words
 
 
