@@ -39,7 +39,8 @@ PLACEHOLDER = "\ufffd"  # a part of a character; how it is decoded depends on it
 ADDRESS: Rule = ("an address that begins with http:// or https://", lambda url: bool(re.match("https?://[^/]", url)))
 FIXES = {400: "shorten prompts or completions or serve a longer context (vLLM: --max-model-len), and serve at least "
               "top_k log-probabilities (vLLM: --max-logprobs)",
-         401: "give the right api_key", 403: "give another api_key or model",
+         401: "give its key: teacher=ServedTeacher(url, api_key=...), of lowmem_grpo.engines.served_teacher",
+         403: "give another api_key or model",
          404: "check the model's name in the server's list (/v1/models), and that the URL ends in /v1"}
 
 

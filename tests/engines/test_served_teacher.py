@@ -126,7 +126,7 @@ def test_a_token_that_the_student_does_not_have_is_refused() -> None:
 
 @pytest.mark.parametrize(("answer", "said", "requests"), [
     ((400, ERROR), r"HTTP 400 to 5 tokens: .*maximum context length is 4.*--max-model-len.*--max-logprobs", 1),
-    ((401, {"error": "wrong: secret-key"}), r"HTTP 401 .*wrong: \[hidden\].*give the right api_key", 1),
+    ((401, {"error": "wrong: secret-key"}), r"HTTP 401 .*wrong: \[hidden\].*give its key: teacher=S", 1),
     ((404, ERROR), "HTTP 404 .*/v1/models", 1), ((503, ERROR), "HTTP 503 .*server's log", 2),
     ((200, "<html>Welcome</html>"), r"answers without prompt_logprobs \(<html>Welcome", 1),
     ((200, {"choices": [{"text": "x"}]}), "without prompt_logprobs .*; serve the teacher with vllm serve", 1),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from memory import Failing
 from safetensors.torch import load_file
+from served import OWNER, serving
 from small_models import TINY, random_model, scatter, shallow
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -185,6 +186,14 @@ def served_model(folder: Path, stack: Any) -> Case:
     return Case(student(folder, ServedTeacher(server.url, model="m", top_k=5), **settings), made, True)
 
 
+def own_server(folder: Path, stack: Any) -> Case:
+    (folder / "served").mkdir()
+    options: dict[str, Any] = {"context": 128, "dtype": torch.float32, "load_in_16bit": True}
+    served = stack.enter_context(serving(folder / "served", str(shallow()), **options))
+    teacher = ServedTeacher(served.url, api_key=OWNER, top_k=1)
+    return Case(student(folder, teacher, distillation_mode="sampled_token"), base())
+
+
 def stored_teacher(folder: Path, stack: Any) -> Case:
     made, rows = random_model("Llama"), []
     for row in ROWS:
@@ -199,7 +208,7 @@ def stored_teacher(folder: Path, stack: Any) -> Case:
 
 
 KINDS = (without_adapter, with_other_adapter, smaller_model, wider_model, loaded_model, worked_solution, own_success,
-         served_model, stored_teacher)
+         served_model, own_server, stored_teacher)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -477,6 +486,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (GRPOConfig, {"teacher": "stored"}, "Set distillation_mode='topk_logits', distillation_weight=1.0 and num_gen"),
     (GRPOConfig, {"teacher": "http://a", "temperature": 0.7}, "to 'sampled_token' or 'topk_logits', and temperature=1"),
     (GRPOConfig, {"teacher": "http://a", "distillation_mode": "full_logits"}, "set distillation_mode to 'sampled_tok"),
+    (GRPOConfig, {"teacher": "http://me:secret@a"}, "the teacher's URL has a password, which records would show; pass"),
     (GRPOConfig, {"teacher": "base", "train_while_sampling": True}, "leave train_while_sampling out"),
     (GRPOConfig, {"teacher": "base", "replay_buffer_size": 4}, "leave replay_buffer_size out"),
     (GRPOConfig, {"teacher": "base", "distillation_weight": 1.0, "beta": 0.1, "entropy_coef": 0.1},
