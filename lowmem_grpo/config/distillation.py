@@ -4,16 +4,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lowmem_grpo.config.grpo import GRPOConfig
-from lowmem_grpo.config.teacher import BASE, EMA, FULL, TOP_K
-from lowmem_grpo.config.unsupported import OF_GRPO, RENAMED, Table, any_value, only
-from lowmem_grpo.utils import COUNT, SHARE, TRUTH, ZERO_OR_MORE, Rule, check_template, number
+from lowmem_grpo.config.shared import JsonDict, of_json
+from lowmem_grpo.config.teacher import BASE, EMA, FULL, OF_MODEL, TOP_K
+from lowmem_grpo.config.unsupported import OF_GRPO, Table, any_value, only
+from lowmem_grpo.utils import COUNT, SHARE, TRUTH, ZERO_OR_MORE, Rule, check_template, number, one_of
 
 OTHER_TEXTS = "All completions are sampled from the student here; train on other texts with SFTTrainer."
 OF_TEACHER: Table = OF_GRPO | {
     **only(OTHER_TEXTS, lmbda=1.0, seq_kd=False, generate_from_teacher=False),
     **only("A teacher behind a URL is given as teacher=URL.", use_teacher_server=False),
-    **only("Give the model itself, loaded as you like, as the trainer's teacher_model.", teacher_model_revision=None,
-           teacher_model_init_kwargs=(None, {})),
     **any_value("diagnostics_warning_interval", "diagnostics_flat_tolerance"),  # of warnings
 }
 
@@ -29,9 +28,13 @@ class DistillationConfig(GRPOConfig):
     distillation_mode: str = FULL
     distillation_is_clip: float | None = None
     scale_rewards: str | None = "none"
+    teacher_model_name_or_path: str | None = None
+    """The teacher, unless the trainer is given one: TRL's scripts read it from their command line."""
+    teacher_model_revision: str | None = None
+    teacher_model_init_kwargs: JsonDict | None = None
+    """Options for loading a teacher that is given by name, as in model_init_kwargs."""
 
     unsupported = OF_TEACHER
-    renamed = RENAMED | {"teacher_model_name_or_path": "teacher", "teacher_model_kind": "teacher"}
     RANGES: ClassVar[dict[str, Rule]] = {"num_generations": COUNT, "beta": SHARE}
     evaluated: ClassVar[str] = "loss"
     needs_teacher: ClassVar[bool] = True
@@ -40,6 +43,7 @@ class DistillationConfig(GRPOConfig):
         if self.distillation_alpha != 1:
             raise ValueError(f"distillation_alpha is {self.distillation_alpha}; DistillationConfig calls it beta, as "
                              f"TRL does: set beta={self.distillation_alpha}")
+        self.teacher_model_init_kwargs = of_json(self.teacher_model_init_kwargs)
         super().check_combinations()
 
     @property
@@ -60,9 +64,11 @@ class SelfDistillationConfig(GRPOConfig):
     learning_rate: float = 5e-5
     distillation_weight: float = 1.0
     disable_dropout: bool = True
+    teacher_model_kind: str | None = None
+    """TRL's name of `teacher`, "base", "ema" or "live". None: as `teacher` says."""
 
     unsupported = OF_TEACHER
-    renamed = DistillationConfig.renamed
+    RANGES: ClassVar[dict[str, Rule]] = {"num_generations": COUNT, "teacher_model_kind": one_of(*OF_MODEL)}
     privileged: ClassVar[bool] = True
     by_sequence: ClassVar[bool] = True
     needs_teacher: ClassVar[bool] = True

@@ -9,6 +9,7 @@ Each hook is called as `hook(args, state, control, model=, processing_class=, op
     on_pre_optimizer_step, on_optimizer_step before and after each optimizer step
     on_log (logs=), on_evaluate (metrics=), on_save
     on_push_begin                            before an upload to the hub
+    TRL's TEACHER_EVENTS                     with a teacher; all their arguments have names
 
 Order, `state` and `control` are as in transformers. At the end of a step and of an epoch, the training loop carries out
 the requests that a listener set in `control` in any hook.
@@ -24,12 +25,14 @@ from lowmem_grpo.runs.records import TENSORBOARD
 from lowmem_grpo.runs.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
+TEACHER_EVENTS = "on_generation_batch_built", "on_teacher_context_built", "on_self_distillation_batch_prepared"
 EVENTS = ("on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step",
           "on_optimizer_step", "on_step_end", "on_log", "on_evaluate", "on_save", "on_epoch_end", "on_train_end",
-          "on_push_begin")
+          "on_push_begin", *TEACHER_EVENTS)
 NEVER = {  # hooks of transformers that are not called here
     "on_substep_end": "micro-batches are cut by length, and have no hook; use on_pre_optimizer_step",
     "on_prediction_step": "an evaluation has no steps; use on_evaluate",
+    "on_generation_prompts_selected": "all completions are sampled behind the policy's own prompt",
     "on_predict": "there is no predict; use on_evaluate",
 }
 REFUSED = {  # modules whose classes need parts of their own trainer

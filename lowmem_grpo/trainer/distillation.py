@@ -2,12 +2,62 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
 from lowmem_grpo.config.distillation import DistillationConfig, SDFTConfig, SDPOConfig
+from lowmem_grpo.runs.listeners import TEACHER_EVENTS
 from lowmem_grpo.runs.views.live import DistillationView
 from lowmem_grpo.trainer.grpo import GRPOTrainer
+from lowmem_grpo.types import RolloutGroup
 
 
-class DistillationTrainer(GRPOTrainer):
+class TeacherTrainer(GRPOTrainer):
+    """What TRL's trainers with a teacher have beside GRPO's: the attribute `teacher_model`, and hooks of callbacks."""
+
+    @property
+    def teacher_model(self) -> Any:
+        """The model that computes what the teacher says: the trained one, unless the teacher is another model."""
+        other = getattr(self.teaching.teacher, "other", None)
+        return self.model if other is None else other.model
+
+    def rollout(self) -> list[RolloutGroup]:
+        groups = super().rollout()
+        steps = self.args.steps_per_generation or self.args.gradient_accumulation_steps
+        self.tell(TEACHER_EVENTS[0], generate_every=steps * self.args.num_iterations, steps_per_generation=steps)
+        return groups
+
+    def read_by_teacher(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """Also call the hooks with what the teacher reads: tensors of R rollouts, padded as in TRL."""
+        metrics = super().read_by_teacher(groups)
+        pairs = [(group.prompt_ids, rollout) for group in groups for rollout in group.rollouts]
+        if pairs and any(hasattr(one, hook) for one in self.callbacks.callbacks for hook in TEACHER_EVENTS[1:]):
+            prompts, _ = self.padded([prompt for prompt, _ in pairs], "left")
+            read, read_mask = self.padded([rollout.teacher_prompt or prompt for prompt, rollout in pairs], "left")
+            completions, mask = self.padded([rollout.completion_ids for _, rollout in pairs], "right")
+            taught = torch.stack([rollout.fields["teacher_mask"].max() for _, rollout in pairs])
+            for event in TEACHER_EVENTS[1:]:
+                self.tell(event, prompt_ids=prompts, completion_ids=completions, completion_mask=mask,
+                          teacher_input_ids=torch.cat([read, completions], 1), self_distillation_mask=taught,
+                          teacher_attention_mask=torch.cat([read_mask, mask], 1))
+        return metrics
+
+    def padded(self, rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
+        """Return rows of token ids as one tensor (R, T), and its mask (R, T)."""
+        ids = [torch.tensor(row) for row in rows]
+        return (pad_sequence(ids, True, self.tokenizer.pad_token_id, side),
+                pad_sequence([torch.ones_like(row) for row in ids], True, 0, side))
+
+    def tell(self, event: str, **payload: Any) -> None:
+        """Call the callbacks' hook as TRL does: all arguments have names."""
+        for hook in (getattr(listener, event, None) for listener in self.callbacks.callbacks):
+            if hook is not None:
+                hook(args=self.args, state=self.state, control=self.control, model=self.model,
+                     processing_class=self.tokenizer, **payload)
+
+
+class DistillationTrainer(TeacherTrainer):
     """On-policy distillation (arXiv 2306.13649): the student samples, and learns the distribution of `teacher_model` at
     each token. The teacher is a model, its name or folder, an adapter's folder, or what GRPOConfig.teacher may be."""
 
@@ -22,12 +72,13 @@ class DistillationTrainer(GRPOTrainer):
         given = [teacher for teacher in (teacher_model, others.pop("teacher", None)) if teacher is not None]
         if len(given) > 1:
             raise ValueError("teacher_model and teacher are two names of the same; give one of them")
+        given = given or [name for name in [getattr(args, "teacher_model_name_or_path", None)] if name is not None]
         super().__init__(model, others.pop("reward_funcs", None), args, train_dataset, eval_dataset, processing_class,
                          None, callbacks, optimizers, quantization_config, peft_config, tools,
                          teacher=given[0] if given else None, **others)
 
 
-class SDPOTrainer(GRPOTrainer):
+class SDPOTrainer(TeacherTrainer):
     """Self-distillation from the policy's own successes (arXiv 2601.20802): args is an SDPOConfig."""
 
     settings = SDPOConfig
@@ -42,10 +93,11 @@ class SDPOTrainer(GRPOTrainer):
             raise ValueError("reward_funcs is needed: the teacher is shown completions whose reward is at least "
                              "success_reward_threshold. Without rewards take SDFTTrainer or DistillationTrainer")
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class,
-                         reward_processing_classes, callbacks, optimizers, None, peft_config, **others)
+                         reward_processing_classes, callbacks, optimizers, None, peft_config,
+                         teacher=others.pop("teacher", getattr(args, "teacher_model_kind", None)), **others)
 
 
-class SDFTTrainer(GRPOTrainer):
+class SDFTTrainer(TeacherTrainer):
     """Self-distillation from worked solutions (arXiv 2601.19897): args is an SDFTConfig, and the rows have a column
     `privileged_context`, which the teacher reads in the prompt."""
 
@@ -57,4 +109,5 @@ class SDFTTrainer(GRPOTrainer):
                  peft_config: Any = None, **others: Any) -> None:
         """The parameters are TRL's, in TRL's order; `others` are those of GRPOTrainer."""
         super().__init__(model, others.pop("reward_funcs", []), args, train_dataset, eval_dataset, processing_class,
-                         None, callbacks, optimizers, None, peft_config, **others)
+                         None, callbacks, optimizers, None, peft_config,
+                         teacher=others.pop("teacher", getattr(args, "teacher_model_kind", None)), **others)

@@ -58,9 +58,10 @@ class Brought:
             raise ValueError("peft_config is given, and the model has LoRA already; leave one of them out")
         if self.peft_config is not None:
             check_plain(self.peft_config)  # before anything is loaded or changed
-        for name in () if isinstance(self.model, str) else ("model_init_kwargs", "quantization_config"):
-            if getattr(self.settings, name, None) or getattr(self, name, None):
-                raise ValueError(f"{name} is given, and the model is loaded already; give it where the model is loaded")
+        if not isinstance(self.model, str) and self.quantization_config is not None:
+            raise ValueError("quantization_config is given, and the model is loaded already; say it where it is loaded")
+        if not isinstance(self.model, str) and self.settings.model_init_kwargs:  # TRL's scripts give both
+            logger.warning("model_init_kwargs has no effect, as the model is loaded already")
         own = self.model if isinstance(self.model, FastPeftModel) else self.of_earlier_trainer()
         if own is not None:
             _, values = plain_lora(own)

@@ -16,7 +16,7 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.quantized_linear import linears_in_4bit
 from lowmem_grpo.models.teacher import Teacher, adapter_of, weight_bytes
 from lowmem_grpo.rollout.teacher_prompts import PrivilegedPrompts, SuccessPrompts, TeacherPrompts, check_same_tokens
-from lowmem_grpo.trainer.model_setup import Brought
+from lowmem_grpo.trainer.model_setup import Brought, loading_options, quantization
 from lowmem_grpo.trainer.parts import TrainedModel
 from lowmem_grpo.trainer.teacher_objective import TeacherObjective
 from lowmem_grpo.types import RolloutGroup
@@ -109,6 +109,15 @@ def prompts_of(config: GRPOConfig) -> type[TeacherPrompts]:
     return SuccessPrompts if hasattr(config, "reprompt_template") else TeacherPrompts
 
 
+def loaded(name: str, options: dict[str, Any], config: GRPOConfig, trained: TrainedModel) -> Any:
+    """Return another model as the teacher, loaded with options of transformers; in 4 bits if the student is."""
+    options = loading_options({"revision": getattr(config, "teacher_model_revision", None), **options})
+    stored = options.pop("quantization_config", None)
+    bits = {"load_in_4bit": any(linears_in_4bit(trained.policy.base))} if stored is None else quantization(stored)
+    where = {"device": str(trained.policy.device)}
+    return FastLanguageModel.from_pretrained(name, max_seq_length=trained.context, **where | bits | options)[0]
+
+
 def teacher_of(config: GRPOConfig, trained: TrainedModel, given: Any) -> tuple[Teacher, Any]:
     """Return the teacher, and the tokenizer whose chat template it reads if that is not the student's."""
     policy, name = trained.policy, str(config.teacher)
@@ -124,9 +133,11 @@ def teacher_of(config: GRPOConfig, trained: TrainedModel, given: Any) -> tuple[T
     if given is None and is_adapter(Path(name).expanduser()):
         folder = Path(name).expanduser().absolute()
         return Teacher(name, policy, adapter_of(folder, policy, trained.model.loaded)), None
+    options = getattr(config, "teacher_model_init_kwargs", None) or {}
+    if given is not None and options:
+        raise ValueError("teacher_model_init_kwargs is given, and the teacher is loaded already; leave one of them out")
     if given is None:
-        model, _ = FastLanguageModel.from_pretrained(name, max_seq_length=trained.context, device=str(policy.device),
-                                                     load_in_4bit=any(linears_in_4bit(policy.base)))
+        model = loaded(name, options, config, trained)
     else:
         made_here = not getattr(getattr(given, "config", None), "_name_or_path", "")  # no tokenizer belongs to it
         tokenizer = trained.tokenizer if made_here else None

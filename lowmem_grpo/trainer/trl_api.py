@@ -36,7 +36,7 @@ NEVER_CALLED = {
                      "_update_auto_batch_size", "_validate_args", "_wrap_model"), INSIDE),
     **dict.fromkeys(("training_step", "evaluation_loop", "prediction_loop", "get_batch_samples", "call_model_init",
                      "create_accelerator_and_postprocess", "set_initial_training_values", "store_flos",
-                     "floating_point_ops", "hyperparameter_search", "end"), LOOP),
+                     "floating_point_ops", "hyperparameter_search"), LOOP),
     **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "num_examples",
                      "_get_dataloader", "_get_train_sampler", "_get_eval_sampler", "_get_collator_with_removed_columns",
                      "_prepare_dataset", "_prepare_input", "_prepare_inputs", "_reject_skip_prepare_without_labels",
@@ -74,7 +74,7 @@ MADE_ONCE = {  # attributes that the parts of a trainer have read, and how to ha
 }
 SETTINGS = (  # attributes of TRL's trainers, which a `rollout_func` reads
     "num_generations", "num_generations_eval", "temperature", "top_p", "top_k", "min_p", "max_completion_length",
-    "chat_template_kwargs", "use_vllm", "beta", "num_iterations", "loss_type", "scale_rewards",
+    "max_prompt_length", "chat_template_kwargs", "use_vllm", "beta", "num_iterations", "loss_type", "scale_rewards",
     "max_tool_calling_iterations", "mask_truncated_completions", "importance_sampling_level", "top_entropy_quantile",
     "delta", "off_policy_mask_threshold", "multi_objective_aggregation", "steps_per_generation", "log_completions",
     "num_completions_to_print", "log_unique_prompts",
@@ -227,6 +227,9 @@ class TrlApi(Trainer):
             logger.info("uploaded to %s", self.push_to_hub())
         except hub.HubError as error:
             logger.error("push_to_hub: %s", error)
+
+    def end(self) -> None:
+        """Do nothing: train() has finished the trackers, and processes leave their group when they end."""
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Return the metrics for display: durations as "2 h 3 min", floats with four places."""

@@ -178,7 +178,7 @@ def test_without_target_modules_those_of_peft_are_adapted(tmp_path: Path) -> Non
     ({"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, ValueError, "allowed is transformers.BitsAndB"),
     ({"settings": {"model_init_kwargs": {"max_memory": {}}}}, ValueError, "model_init_kwargs: max_memory"),
     ({"settings": {"model_init_kwargs": {"device_map": {"a": 0, "b": 1}}}}, ValueError, "a model lies on one device"),
-    ({"model": "plain", "settings": {"model_init_kwargs": {"dtype": "auto"}}}, ValueError, "is loaded already"),
+    ({"model": "plain", "quantization_config": BitsAndBytesConfig(load_in_4bit=True)}, ValueError, "loaded already"),
     ({"processing_class": "tiny"}, TypeError, "processing_class is a str; pass a tokenizer"),
     ({"settings": {"use_vllm": True}, "model": "plain"}, ValueError, 'fast_inference="vllm"'),
     ({"optimizers": 5}, TypeError, "it must be a pair"),
