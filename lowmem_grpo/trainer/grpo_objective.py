@@ -114,7 +114,8 @@ class GRPOObjective(Objective):
     def loss(self, batch: MicroBatch, outputs: PolicyOutputs, totals: StepTotals) -> LossOutput:
         """Return the `grpo_loss` of the batch, without its KL term if the advantages contain this term."""
         entropy, logprobs = outputs.entropy(grad=self.entropy_applied != 0), outputs.logprobs
-        settings = replace(self.config, beta=0.0, kl_estimator=None) if self.config.kl_in_reward else self.config
+        apart = self.config.kl_in_reward or self.config.kl_weight != self.config.beta  # no KL term in this loss
+        settings = replace(self.config, beta=0.0, kl_estimator=None) if apart else self.config
         fields = {name: batch.at_trained(batch.fields[name]) for name in OF_LOSS if name in batch.fields}
         out = grpo_loss(logprobs, sequence_ids=batch.at_trained(batch.sequence_ids), settings=settings, entropy=entropy,
                         num_sequences_in_step=totals.sequences, num_tokens_in_step=totals.tokens,

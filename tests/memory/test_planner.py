@@ -143,7 +143,7 @@ def test_a_teacher_would_raise_the_peak_of_training(name: str) -> None:
     config, tokens, (weight, changes) = shallow(named_config(LLAMA), 3), 20480, TAUGHT[name]
     settings = {"teacher": "base", "distillation_mode": name.split()[0], "distillation_weight": weight, **changes}
     alone, taught = weigh.weigh(config, [tokens]), weigh.weigh(config, [tokens], teacher=settings)
-    assert taught.device <= 1.05 * alone.device
+    assert taught.device <= 1.01 * alone.device  # hidden states that stay on the card would be 1.04
     if weight == 1:  # else the loss of the rewards keeps as much beside it
         hidden = 2 * config["hidden_size"] * (tokens - weigh.PROMPT)
         base, planned = (build(ModelShape.from_config(config), settings_of(tokens, teacher_hidden_bytes=size),

@@ -52,6 +52,21 @@ def test_the_scales_of_4_bit_weights_would_not_be_counted() -> None:
     assert weight_bytes(model) == pytest.approx(sum(tensor.nbytes for tensor in stored(model)), rel=0.005)
 
 
+def test_the_last_updates_hidden_states_would_wait_on_the_host_beside_the_next(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    first, second = made.rollout(), made.rollout()
+    for groups in (first, second):
+        made.update(groups)
+        assert all("teacher_hidden" in rollout.fields for group in groups for rollout in group.rollouts)
+    assert not any("teacher_hidden" in rollout.fields for group in first for rollout in group.rollouts)
+
+
+def test_a_password_in_a_teachers_address_would_be_kept_in_records() -> None:
+    with pytest.raises(ValueError, match="has a name or password, which the records of the run would keep") as raised:
+        DistillationConfig(teacher="https://me:secret@host/v1", distillation_mode="sampled_token")
+    assert "secret" not in str(raised.value)
+
+
 @pytest.mark.parametrize(("teacher", "passes"), [("base", 1), ("http", 0)])
 def test_the_estimate_of_time_would_miss_the_pass_of_a_teacher(
     teacher: str, passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -117,3 +117,9 @@ def test_equal_rewards_would_be_called_nothing_to_learn_although_a_teacher_teach
     if alone:
         assert json.loads((tmp_path / "summary.json").read_text())["method"] == "sdpo"
         assert all(line["self_distillation/success_group_fraction"] == 1 for line in lines if "loss" in line)
+
+
+def test_the_divergences_beta_would_weigh_a_kl_term_of_the_policy_loss(tmp_path: Path) -> None:
+    config = DistillationConfig(output_dir=str(tmp_path), distillation_weight=0.5, **SMALL | {"num_generations": 2})
+    made = DistillationTrainer(moved(load()), "base", config, ROWS)
+    assert made.update(made.rollout())["self_distillation/policy_loss"] == 0, "there are no rewards, and no KL term"
