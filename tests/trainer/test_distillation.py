@@ -393,13 +393,16 @@ def test_a_teacher_would_read_with_the_dropout_of_training(tmp_path: Path) -> No
         assert (rollout.fields["teacher_logprobs"] - wanted).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("other", [False, True], ids=["its own base", "another model"])
-def test_memory_that_runs_out_while_the_teacher_reads_would_change_what_is_learnt(other: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("other", "number"), [(False, 0), (True, 0), (False, 3)],
+                         ids=["its own base", "another model", "in training"])
+def test_memory_that_runs_out_while_the_teacher_reads_or_later_would_change_what_is_learnt(
+    other: bool, number: int, tmp_path: Path
+) -> None:
     ends = []
     for tokens in (50, 100):
         given = scatter(load(), seed=5) if other else "base"
         trainer = student(tmp_path / str(tokens), given, TEXTS, max_tokens_per_micro_batch=tokens)
-        groups, hook = trainer.rollout(), Failing(0)
+        groups, hook = trainer.rollout(), Failing(number)
         if tokens == 100:
             read = trainer.teaching.teacher.other or trainer.policy
             read.backbone.norm.register_forward_hook(hook)
