@@ -87,15 +87,12 @@ class TeacherSettings:
             raise ValueError(f"teacher is {STORED!r}: each row has one completion with a teacher's likeliest tokens, "
                              f"and no policy sampled it. Set distillation_mode={TOP_K!r}, distillation_weight=1.0 and "
                              "num_generations=1, as DistillationConfig has them")
-        if self.is_served and "@" in str(self.teacher):
+        if self.is_served and "@" in str(self.teacher).split("/")[2]:
             raise ValueError("the teacher's URL has a name or password, which the records of the run would keep: pass "
                              "ServedTeacher(URL, ...) as the trainer's teacher instead")
         if self.is_served and (mode == FULL or config.temperature != 1):
             raise ValueError(f"teacher is {self.teacher!r}, which tells the likeliest tokens at temperature 1: set "
                              f"distillation_mode to {SAMPLED!r} or {TOP_K!r}, and temperature=1.0")
-        if self.is_served and "@" in str(self.teacher).split("/")[2]:
-            raise ValueError("the teacher's URL has a password, which records would show; pass the trainer "
-                             "teacher=ServedTeacher(url) of lowmem_grpo.engines.served_teacher")
         alone = self.distillation_weight == 1
         if self.teacher == EMA and alone and not self.privileged:
             raise ValueError("teacher is 'ema', which begins as the policy: nothing is learnt from it alone. Set a "

@@ -122,7 +122,7 @@ def test_what_was_set_is_read_and_what_was_not_keeps_our_default_or_trls(caplog:
     assert (taught.divergence, taught.learning_rate, taught.logging_steps) == (0.3, 1e-6, 10)
     for theirs, ours in ((sdpo.SDPOConfig, SDPOConfig), (sdft.SDFTConfig, SDFTConfig)):
         read = settings_of(theirs("out", use_cpu=True, teacher_model_kind="live", distillation_alpha=1.0), ours)
-        assert (read.teacher, read.distillation_alpha, read.learning_rate) == ("live", 1.0, 5e-5)
+        assert (read.teacher_model_kind, read.distillation_alpha, read.learning_rate) == ("live", 1.0, 5e-5)
     sft = settings_of(trl.SFTConfig("out", use_cpu=True, bf16=False, packing=True), SFTConfig)
     assert (sft.max_length, sft.truncation_mode, sft.assistant_only_loss) == (1024, "keep_start", False)
 

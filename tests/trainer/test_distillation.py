@@ -489,7 +489,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (GRPOConfig, {"teacher": "stored"}, "Set distillation_mode='topk_logits', distillation_weight=1.0 and num_gen"),
     (GRPOConfig, {"teacher": "http://a", "temperature": 0.7}, "to 'sampled_token' or 'topk_logits', and temperature=1"),
     (GRPOConfig, {"teacher": "http://a", "distillation_mode": "full_logits"}, "set distillation_mode to 'sampled_tok"),
-    (GRPOConfig, {"teacher": "http://me:secret@a"}, "the teacher's URL has a password, which records would show; pass"),
     (GRPOConfig, {"teacher": "base", "train_while_sampling": True}, "leave train_while_sampling out"),
     (GRPOConfig, {"teacher": "base", "replay_buffer_size": 4}, "leave replay_buffer_size out"),
     (GRPOConfig, {"teacher": "base", "distillation_weight": 1.0, "beta": 0.1, "entropy_coef": 0.1},
