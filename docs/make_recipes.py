@@ -233,7 +233,8 @@ def curve(name: str) -> list[str]:
     if not rows:
         return []
     row = rows[-1]
-    return ["", f"![Mean reward of {row['steps']} steps](recipes/{name}.svg)"]
+    what = "Divergence" if "divergence" in row else "Mean reward"
+    return ["", f"![{what} of {row['steps']} steps](recipes/{name}.svg)"]
 
 
 def pictured(row: dict[str, Any]) -> bool:
@@ -300,7 +301,7 @@ def docs_of(kind: type) -> dict[str, str]:
 
 
 def draw(row: dict[str, Any], path: Path) -> None:
-    """Mean reward, and the share of groups with signal, step by step."""
+    """Mean reward and the share of groups with signal, or what is measured with a teacher, step by step."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -308,13 +309,17 @@ def draw(row: dict[str, Any], path: Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = row["recipe"]  # the same rows give the same file
     figure, (rewards, shares) = pyplot.subplots(1, 2, figsize=(7.8, 3.0), layout="constrained")
-    paid = [math.nan if reward is None else reward for reward in row["rewards"]]
-    curve_on(rewards, paid, LINES[0], "mean reward")
-    curve_on(shares, row["groups_with_signal"], LINES[1], "share of groups with signal")
-    known = [reward for reward in paid if not math.isnan(reward)]
-    rewards.set_ylim(min([0.0, *known]), 1.05 * max([1.0, *known]))
-    shares.set_ylim(0, 1.02)
-    shares.yaxis.set_major_formatter("{x:.0%}")
+    taught = "divergence" in row
+    paid = row["divergence"] if taught else [math.nan if reward is None else reward for reward in row["rewards"]]
+    curve_on(rewards, paid, LINES[0], "divergence from the teacher, nats a token" if taught else "mean reward")
+    if taught:
+        curve_on(shares, row["entropy"], LINES[1], "entropy, nats a token")
+    else:
+        curve_on(shares, row["groups_with_signal"], LINES[1], "share of groups with signal")
+        known = [reward for reward in paid if not math.isnan(reward)]
+        rewards.set_ylim(min([0.0, *known]), 1.05 * max([1.0, *known]))
+        shares.set_ylim(0, 1.02)
+        shares.yaxis.set_major_formatter("{x:.0%}")
     figure.suptitle(f"{row['recipe']}: {row['model']}, {row['gpu'] or 'CPU'}", fontsize=10, x=0.01, ha="left")
     figure.supxlabel(how_drawn(len(paid)), fontsize=8, x=0.01, ha="left")
     figure.savefig(path, metadata={"Date": None})

@@ -65,8 +65,11 @@ def measured(folder: Path) -> dict[str, Any]:
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step_time" in line]  # the others are of evaluations
+    taught = [line for line in steps if "distillation/divergence" in line]
     return {
         **{name: summary[name] for name in SUMMARY if name in summary},
+        **({"divergence": [line["distillation/divergence"] for line in taught],
+            "entropy": [line["entropy"] for line in taught]} if taught else {}),
         "rewards": [line.get("reward") for line in steps],  # None where a judge failed, for example
         "groups_with_signal": [line.get("groups/signal_share", 0.0) for line in steps],
         "repetition": [line.get("completions/repetition") for line in steps],

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo import recipes
+from lowmem_grpo.config import distillation
 from lowmem_grpo.config.grpo import GRPOConfig, check_weights
 from lowmem_grpo.config.loading import VLLM, EngineSettings, form_of_weights
 from lowmem_grpo.config.sampling import LATE, MEND
@@ -18,7 +19,7 @@ from lowmem_grpo.models.hub import REPO, find_dataset
 from lowmem_grpo.models.stored_model import find
 from lowmem_grpo.recipes.recipe_file import NO_EXAM, is_recipe_file, own_traceback, recipe_path, unknown_recipe
 from lowmem_grpo.runs.listeners import refuse_absent_sinks
-from lowmem_grpo.runs.saved_adapter import adapter_settings, find_adapter
+from lowmem_grpo.runs.saved_adapter import adapter_at, adapter_settings, find_adapter
 from lowmem_grpo.runs.views.terminal import columns
 from lowmem_grpo.utils import check_value
 
@@ -49,11 +50,13 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     own = {option: TYPES.get(kind, Any) for option, (kind, _) in written.items()}
     if not own and owner != SHARED:
         return {}
+    config_class = getattr(distillation, named(tree, "SETTINGS"), GRPOConfig)
     made = make_dataclass("Asked", [(option, kind, field(default=None)) for option, kind in own.items()],
-                          bases=(RecipeOptions,))
+                          bases=(RecipeOptions,), namespace={"settings": config_class})
     asked: Any = fill(made, list(arguments))
     for option, value in asked.config.items():
-        check_value(GRPOConfig, option, value)
+        check_value(config_class, option, value)
+    check_teacher(asked.config.get("teacher"), config_class is distillation.DistillationConfig)
     presets, defaults = written_presets(tree), literal(assigned(tree, "DEFAULTS")) or {}
     if presets and asked.gpu != "auto" and size_of(asked.gpu) not in presets:
         raise ValueError(f"gpu is {asked.gpu!r}; allowed are auto, {', '.join(presets)}")
@@ -107,6 +110,16 @@ def check_adapter(path: Path | None, unfinished: bool = True) -> None:
     """Raise RunError, CheckpointError or AdapterError for a path without a LoRA adapter."""
     if path is not None:
         adapter_settings(find_adapter(path, unfinished).folder)
+
+
+def check_teacher(name: str | None, needed: bool) -> None:
+    """Raise ValueError for a folder that is no teacher, or if a teacher is `needed` and there is none."""
+    if name is not None:
+        adapter_at(name)
+    elif needed:
+        raise ValueError("there is no teacher. Train one, and give the folder of its run:\n"
+                         "    lowmem-grpo run arithmetic\n    lowmem-grpo run distill teacher=runs/arithmetic\n"
+                         "or give the name of a model with the same tokens, or the URL of a server")
 
 
 def check_exam(name: str, source: str | None = None, plays: bool = False) -> None:

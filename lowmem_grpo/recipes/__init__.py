@@ -5,6 +5,8 @@ RECIPES = {
     "gsm8k": "grade-school maths: openai/gsm8k, or your own file with dataset=FILE",
     "countdown": "reach a target from given numbers with + - * /: generated puzzles",
     "proximity": "learn a new answer format by SFT, then GRPO with higher rewards for closer answers",
+    "distill": "learning a teacher's distribution at each token, without rewards: the teacher is an adapter or a model",
+    "self_distill": "learning from itself, without rewards: as the teacher, the model reads a worked solution",
     "instructions": "following instructions that a program can check, as in IFEval: generated prompts",
     "shapes": "questions about generated pictures, for models that read images",
     "email": "replies to e-mails, with a reward for each quality of a good reply",

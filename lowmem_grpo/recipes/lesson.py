@@ -80,6 +80,7 @@ class Lesson:
     play: Play | None = None  # the environment and the tools of episodes; None where one completion is the whole answer
     note: str = ""  # printed before the run begins
     facts: dict[str, Any] = field(default_factory=dict)  # further entries of summary.json
+    trainer: type[GRPOTrainer] = GRPOTrainer
 
     def __post_init__(self) -> None:
         if (self.test is None) != (self.right is None):
@@ -160,10 +161,11 @@ def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
 
 def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
     model, tokenizer = load_model(setup)
-    play = lesson.play or Play()
-    return model, GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=reward_functions(lesson, model),
-                              args=setup.config, train_dataset=lesson.train, tools=list(play.tools) or None,
-                              environment_factory=play.environment)
+    play, rewards = lesson.play or Play(), reward_functions(lesson, model)
+    paid: dict[str, Any] = {"reward_funcs": rewards} if rewards else {}
+    return model, lesson.trainer(model=model, processing_class=tokenizer, args=setup.config, train_dataset=lesson.train,
+                                 tools=list(play.tools) or None, environment_factory=play.environment,
+                                 **paid)
 
 
 def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:

@@ -54,6 +54,7 @@ class RecipeOptions:
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of GRPOConfig that differ from the recipe's settings."""
 
+    settings: ClassVar[type[GRPOConfig]] = GRPOConfig  # the class of the run's settings
     RANGES: ClassVar[dict[str, Rule]] = {
         "card_share": number("above 0 and at most 1", lambda value: 0 < value <= 1), "max_seq_length": at_least(2),
         "lora_rank": COUNT, "lora_alpha": POSITIVE, **dict.fromkeys(("train_size", "eval_problems"), up_to(MOST_ROWS)),
@@ -110,14 +111,14 @@ def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
     own = {f.name for f in fields(options)} - {"config"}
     texts = parse(arguments)
     settings = {name: typed(options, name, value) for name, value in texts.items() if name in own}
-    known = {f.name for f in fields(GRPOConfig)}
+    known = {f.name for f in fields(options.settings)}
     for name in texts:
         if name not in own | known:
             close = difflib.get_close_matches(name, own | known, n=3)
             hint = f"; did you mean {', '.join(close)}?" if close else ""
             raise click.UsageError(f"no option {name!r}{hint}")
     check_ranges(options, settings)
-    config = {name: typed(GRPOConfig, name, value) for name, value in texts.items() if name in known - own}
+    config = {name: typed(options.settings, name, value) for name, value in texts.items() if name in known - own}
     return options(**settings, config=config)
 
 

@@ -107,7 +107,7 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
     return Setup(name, either(options.max_seq_length, preset.max_seq_length), rank,
                  either(options.lora_alpha, preset.lora_alpha * rank // preset.lora_rank), four_bit,
                  options.load_in_fp8, options.kv_cache_dtype, options.card_share, options.fast_inference,
-                 checkpointing, options.resume, GRPOConfig(**settings))
+                 checkpointing, options.resume, options.settings(**settings))
 
 
 def planned(setup: Setup, card: Device) -> MemoryPlan:
@@ -144,7 +144,7 @@ def fault(options: RecipeOptions, defaults: dict[str, Any], preset: Preset) -> s
     """Return why a run with this preset would fail; "" if no reason is known before the model is loaded."""
     model, context = either(options.model, preset.model), either(options.max_seq_length, preset.max_seq_length)
     try:
-        config = GRPOConfig(**(defaults | preset.settings | options.config))
+        config = options.settings(**(defaults | preset.settings | options.config))
         longest_prompt(config.max_prompt_length, config.max_completion_length, context)
         check_stored(resolve(model), model, None, context, vision=True)
         if config.use_vllm and options.engine == TRANSFORMERS:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.config.teacher import OF_MODEL
 from lowmem_grpo.runs.records import FINAL, SUMMARY, json_object
 from lowmem_grpo.utils import MIB, PATH, TEXT, TRUTH, Rule, check_given, is_adapter, leads_out, read_json
 
@@ -140,6 +141,15 @@ def find_adapter(path: Path, unfinished: bool = False) -> RunAdapter:
         check_adapter_folder(path)
         return RunAdapter(path, f"{path.absolute().name}, a saved adapter")
     return of_run(path, unfinished)
+
+
+def adapter_at(teacher: str) -> Path | None:
+    """Return the adapter in the folder `teacher` of a run, a checkpoint or an adapter; None if it is no folder, or that
+    of a model. RunError or CheckpointError for another folder."""
+    folder = Path(teacher).expanduser()
+    if teacher in OF_MODEL or not folder.is_dir() or ((folder / "config.json").is_file() and not is_adapter(folder)):
+        return None
+    return find_adapter(folder).folder.absolute()
 
 
 def of_run(run_dir: Path, unfinished: bool) -> RunAdapter:

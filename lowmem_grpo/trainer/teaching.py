@@ -2,7 +2,6 @@
 
 import logging
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +15,11 @@ from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.quantized_linear import linears_in_4bit
 from lowmem_grpo.models.teacher import Teacher, adapter_of, weight_bytes
 from lowmem_grpo.rollout.teacher_prompts import PrivilegedPrompts, SuccessPrompts, TeacherPrompts, check_same_tokens
+from lowmem_grpo.runs.saved_adapter import adapter_at
 from lowmem_grpo.trainer.model_setup import Brought, loading_options, quantization
 from lowmem_grpo.trainer.parts import TrainedModel
 from lowmem_grpo.trainer.teacher_objective import TeacherObjective
 from lowmem_grpo.types import RolloutGroup
-from lowmem_grpo.utils import is_adapter
 
 if TYPE_CHECKING:
     from lowmem_grpo.engines.served_teacher import ServedTeacher
@@ -130,8 +129,7 @@ def teacher_of(config: GRPOConfig, trained: TrainedModel, given: Any) -> tuple[T
                        "adapter, or take another teacher")
     if given is None and name in OF_MODEL:
         return Teacher(name, policy), None
-    if given is None and is_adapter(Path(name).expanduser()):
-        folder = Path(name).expanduser().absolute()
+    if given is None and (folder := adapter_at(name)):
         return Teacher(name, policy, adapter_of(folder, policy, trained.model.loaded)), None
     options = getattr(config, "teacher_model_init_kwargs", None) or {}
     if given is not None and options:
