@@ -86,6 +86,9 @@ def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude
 def check_plain(config: Any) -> None:
     """Raise TypeError for anything but a LoraConfig. Raise ValueError, with the option's name, if the config asks for
     more than LoRA on linear layers of a causal language model."""
+    if getattr(config, "is_prompt_learning", False):
+        raise ValueError(f"peft_config is a {type(config).__name__}: Prompt-learning is not supported; allowed is "
+                         "peft.LoraConfig")
     if type(config) is not LoraConfig:
         raise TypeError(f"peft_config is a {type(config).__name__}; allowed is peft.LoraConfig")
     if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):

@@ -253,7 +253,8 @@ def forms_of(tokenizer: Any) -> tuple[Any, ...]:
 def check_same_tokens(student: Any, teacher: Any) -> None:
     """Raise ValueError if the tokenizers encode texts differently. One may have tokens that the other lacks."""
     if why := difference(student, teacher):
-        raise ValueError(f"the teacher's tokens are not the student's: {why}. A teacher reads the student's tokens: "
+        sizes = f"vocab_size {teacher.vocab_size} and {student.vocab_size}"
+        raise ValueError(f"the teacher's tokens are not the student's ({sizes}): {why}. It reads the student's tokens: "
                          "take one of the student's family, or train on its answers with SFTTrainer")
 
 

@@ -292,7 +292,7 @@ def test_a_peft_model_that_is_more_than_its_settings_say_is_refused_and_stays_as
 def test_other_kinds_of_adapters_are_refused_by_name() -> None:
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     for model, given in ((base(), config), (get_peft_model(base(), config), None)):
-        with pytest.raises(TypeError, match=r"peft_config is a PromptTuningConfig; allowed is peft\.LoraConfig"):
+        with pytest.raises(ValueError, match=r"a PromptTuningConfig: Prompt-learning .* allowed is peft\.LoraConfig"):
             brought(model, given)
 
 

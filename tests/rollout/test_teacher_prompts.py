@@ -295,5 +295,5 @@ def test_a_teacher_may_have_more_or_fewer_tokens() -> None:
                                     "use_regex": True}), "to the student and"),
     (lambda: tokenizer_of("qwen3"), "teacher's")])
 def test_a_teacher_with_other_tokens_is_refused(teacher: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=f"the teacher's tokens are not the student's: .*{why}.*SFTTrainer"):
+    with pytest.raises(ValueError, match=f"the teacher's tokens are not the student's .*{why}.*SFTTrainer"):
         check_same_tokens(TOKENIZER, teacher())
