@@ -118,6 +118,8 @@ class SDFTConfig(SelfDistillationConfig):
     distillation_topk: int | None = 100
     distillation_alpha: float = 0.5
     teacher_prompt_template: str = "{prompt}\n\n{privileged_context}"
+    generate_from_teacher: bool = False
+    """True samples the completions behind the prompt that the teacher reads; the student learns them behind its own."""
     num_loss_tokens_to_skip: int = 0
     """The first tokens of each completion, which are not learnt."""
 
@@ -129,5 +131,8 @@ class SDFTConfig(SelfDistillationConfig):
         if self.num_loss_tokens_to_skip >= (self.max_completion_length or 1):
             raise ValueError(f"num_loss_tokens_to_skip is {self.num_loss_tokens_to_skip}, and max_completion_length "
                              f"{self.max_completion_length}: no token is left to learn; skip fewer")
+        if self.generate_from_teacher and self.distillation_weight < 1:
+            raise ValueError(f"generate_from_teacher=True, and distillation_weight is {self.distillation_weight}: the "
+                             "policy loss needs completions behind the policy's own prompt; leave one of them out")
         fields = "prompt", "privileged_context"
         check_template("teacher_prompt_template", self.teacher_prompt_template, fields, needed=fields)

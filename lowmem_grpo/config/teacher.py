@@ -65,6 +65,11 @@ class TeacherSettings:
         return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
 
     @property
+    def off_policy(self) -> bool:
+        """True if completions are not the policy's behind its own prompt, so the sampler tells nothing to compare."""
+        return self.teacher == STORED or getattr(self, "generate_from_teacher", False)
+
+    @property
     def divergence(self) -> float:
         """Which divergence is learnt: `distillation_alpha`, or DistillationConfig's `beta`."""
         return self.distillation_alpha

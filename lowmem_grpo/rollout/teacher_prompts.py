@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.data.prompt_inputs import text_ids
-from lowmem_grpo.data.prompts import DataError, PromptEncoder, check_dataset
-from lowmem_grpo.types import Rollout, RolloutGroup, Split
+from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, check_dataset
+from lowmem_grpo.types import OnGroup, Rollout, RolloutGroup, Split
 
 logger = logging.getLogger(__name__)
 COLUMN = "privileged_context"  # TRL's name, in SDFT and SDPO
@@ -70,7 +71,7 @@ class TeacherPrompts:
             return (f"prompt ends with a message of the role {prompt[-1].get('role')!r}; what only the teacher is told "
                     "needs a last message of the user")
         empty = [column for column in self.columns if not as_text(row.get(column)).strip()]
-        return f"empty {empty[0]}, which the teacher is to read" if empty else ""
+        return f"`{empty[0]}` must not be None or empty, as the teacher is to read it" if empty else ""
 
     def lengths(self, row: dict[str, Any]) -> tuple[int, int]:
         """Return the tokens of a row's prompt with all that is told, and with its first character only. Which success
@@ -122,18 +123,20 @@ class TeacherPrompts:
         kept = bisect_right(range(1, size), self.limit, key=lambda size: len(ids(size)))
         return Reprompt(ids(kept), cut=True) if kept else Reprompt(taught=False)
 
-    def encoded(self, row: dict[str, Any], told: Told) -> list[int]:
-        """Return the ids of a row's prompt whose last message, or text, also has what the teacher is told."""
+    def composed(self, row: dict[str, Any], told: Told) -> Any:
+        """Return a row's prompt, a text or messages, whose text or last message also has what the teacher is told."""
         prompt: Any = row["prompt"]
-        if told and isinstance(prompt, str):
-            prompt = self.fill(prompt, told)
-        elif told:
-            content = prompt[-1]["content"]
-            said: Any = self.fill(as_text(content, " "), told)
-            if isinstance(content, list):
-                said = [*(part for part in content if part.get("type") != "text"), {"type": "text", "text": said}]
-            prompt = [*prompt[:-1], {**prompt[-1], "content": said}]
-        made = self.encoder.of_any_length({**row, "prompt": prompt})
+        if not told or isinstance(prompt, str):
+            return self.fill(prompt, told) if told else prompt
+        content = prompt[-1]["content"]
+        said: Any = self.fill(as_text(content, " "), told)
+        if isinstance(content, list):
+            said = [*(part for part in content if part.get("type") != "text"), {"type": "text", "text": said}]
+        return [*prompt[:-1], {**prompt[-1], "content": said}]
+
+    def encoded(self, row: dict[str, Any], told: Told) -> list[int]:
+        """Return the ids of what is `composed`."""
+        made = self.encoder.of_any_length({**row, "prompt": self.composed(row, told)})
         if isinstance(made, str):
             raise DataError(f"no prompt of the teacher can be made: {made}")
         return made.ids
@@ -170,6 +173,28 @@ class PrivilegedPrompts(TeacherPrompts):
 
     def fill(self, question: str, told: Told) -> str:
         return str(self.config.teacher_prompt_template.format(prompt=question, **told))
+
+
+class TeacherSampling:
+    """A `Player` whose completions are sampled behind the prompts of their teachers (TRL's `generate_from_teacher`)."""
+
+    waited = 0.0  # always 0, as only the engine works
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def play(
+        self, engine: Any, prompts: list[Prompt], params: SamplingParams, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        """Return `params.n` rollouts of each prompt, and call TRL's hook of callbacks."""
+        groups = [RolloutGroup(prompt.row, prompt.ids, [Rollout([], [], "stop")], row_index=prompt.index)
+                  for prompt in prompts]
+        source: TeacherPrompts = self.trainer.teaching.prompts
+        source.assign(groups)
+        self.trainer.tell("on_generation_prompts_selected", generation_prompt_text=None, generation_prompts=[
+            source.composed(group.row, *source.told(group)) for group in groups])
+        ids = [group.rollouts[0].teacher_prompt or group.prompt_ids for group in groups]
+        return list(engine.generate(ids, params.of_call(len(ids)), *([on_group] if on_group is not None else [])))
 
 
 class SuccessPrompts(TeacherPrompts):

@@ -32,7 +32,7 @@ EVENTS = ("on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin", "o
 NEVER = {  # hooks of transformers that are not called here
     "on_substep_end": "micro-batches are cut by length, and have no hook; use on_pre_optimizer_step",
     "on_prediction_step": "an evaluation has no steps; use on_evaluate",
-    "on_generation_prompts_selected": "all completions are sampled behind the policy's own prompt",
+    "on_generation_prompts_selected": "only SDFTTrainer calls it, with generate_from_teacher=True",
     "on_predict": "there is no predict; use on_evaluate",
 }
 REFUSED = {  # modules whose classes need parts of their own trainer

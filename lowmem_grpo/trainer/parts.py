@@ -13,7 +13,6 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.rollout import TRLS_SHARE
 from lowmem_grpo.config.sampling import longest_prompt
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.config.teacher import STORED
 from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.engines.base import Engine, check_own_engine
 from lowmem_grpo.fast_model import FastPeftModel
@@ -157,7 +156,7 @@ def make_policy_parts(
     parts = make_parts(trained, config, source, objective, memory, peaks, optimizers)
     objective.mismatch.bound = k3_bound(policy.autocast_dtype or policy.dtype)
     cache_dtype = getattr(engine, "cache_dtype", AUTO)
-    steps = 0 if config.teacher == STORED else config.parity_steps  # 0: no policy sampled what could be compared
+    steps = 0 if config.off_policy else config.parity_steps
     parity = ParityGate(policy, config.sampling(None), steps, config.parity_bound, state=parts.state,
                         stride=config.steps_per_rollout, memory=memory.train, mismatch=objective.mismatch,
                         clock=parts.clock, cache_dtype=cache_dtype, engine=engine.name,

@@ -25,6 +25,7 @@ from lowmem_grpo.rollout.sampler import Player
 from lowmem_grpo.rollout.scoring import EnvironmentReward, episode_metrics
 from lowmem_grpo.rollout.speakers import HumanEngine, Tell, Watched
 from lowmem_grpo.rollout.stored_completions import StoredCompletions
+from lowmem_grpo.rollout.teacher_prompts import TeacherSampling
 from lowmem_grpo.runs.accuracy import Answers
 from lowmem_grpo.trainer.model_setup import loading_options
 from lowmem_grpo.trainer.preflight.subject import Turns
@@ -140,6 +141,8 @@ class EpisodeSetup:
             return RolloutFunction(self.rollout_func, trainer)
         if self.config.teacher == STORED:
             return StoredCompletions(trainer)
+        if getattr(self.config, "generate_from_teacher", False):
+            return TeacherSampling(trainer)
         if self.specs is None:
             return None
         config = self.config

@@ -39,7 +39,8 @@ class TeacherObjective(GRPOObjective):
         """Return the fields of the policy loss, if it counts, and what the teacher computes here."""
         usual = super().needed_before(optimizer_steps)
         if self.alone:
-            usual = tuple(field for field in usual if field.name == "old_logprobs" and self.config.distillation_is_clip)
+            clips = self.config.distillation_is_clip and not self.config.off_policy
+            usual = tuple(field for field in usual if field.name == "old_logprobs" and clips)
         if self.teacher is None:
             return usual
         sampled = self.config.distillation_mode == SAMPLED

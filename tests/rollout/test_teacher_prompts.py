@@ -214,10 +214,10 @@ def test_rows_of_which_no_teacher_can_learn_are_left_out_before_they_are_sampled
     rows = [{"prompt": CHATS[0], "privileged_context": hint} for hint in ("5", " ", None)]
     source = PromptSource([*rows, {"prompt": begun, "privileged_context": "5"}], encoder, 0, shuffle=False)
     assert source.count_rows(read=True) == 1 and len(source.take(2)) == 2
-    assert source.skipped == {"empty privileged_context, which the teacher is to read": 2,
+    assert source.skipped == {"`privileged_context` must not be None or empty, as the teacher is to read it": 2,
                               "prompt ends with a message of the role 'assistant'; what only the teacher is told needs "
                               "a last message of the user": 1}
-    with pytest.raises(DataError, match="row 1: empty privileged_context"):
+    with pytest.raises(DataError, match=r"row 1: `privileged_context` must not be None"):
         prompts.assign(groups_of(TEXTS, privileged_context=HINTS))
 
 

@@ -599,3 +599,34 @@ def test_a_setting_of_the_teacher_that_is_changed_too_late_would_have_no_effect(
     vars(trainer.args).update(setting)
     with pytest.raises(ValueError, match=f"args.{next(iter(setting))} is .* make a new trainer"):
         trainer.train()
+
+
+class Selected:
+    """Keeps the prompts behind which completions are sampled."""
+
+    prompts: Any = None
+
+    def on_generation_prompts_selected(self, generation_prompts: Any = None, **_: Any) -> None:
+        self.prompts = generation_prompts
+
+
+def test_completions_would_not_be_sampled_behind_the_teachers_prompt_or_be_learnt_behind_it(tmp_path: Path) -> None:
+    watcher, settings = Selected(), {**SMALL, "generate_from_teacher": True, "num_iterations": 2, "temperature": 1e-6}
+    trainer = SDFTTrainer(moved(load()), SDFTConfig(output_dir=str(tmp_path / "run"), **settings), WORKED,
+                          callbacks=[watcher])
+    plain, groups = plain_peft(trainer.model, tmp_path / "plain"), trainer.rollout()
+    for group, asked in zip(groups, watcher.prompts, strict=True):
+        assert asked[-1]["content"] == group.row["prompt"][-1]["content"] + f"\n\n{CONTEXT}"
+        read = trainer.tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+        own = trainer.tokenizer.apply_chat_template(group.row["prompt"], add_generation_prompt=True, return_dict=True)
+        assert group.prompt_ids == own["input_ids"] and read != group.prompt_ids
+        for rollout in group.rollouts:
+            assert rollout.teacher_prompt == read
+            ids = torch.tensor([read + rollout.completion_ids])
+            likeliest = plain(input_ids=ids).logits[0, len(read) - 1 : -1].argmax(-1)
+            assert likeliest.tolist() == rollout.completion_ids
+    assert trainer.parity.watch(groups) == {}
+    trainer.update(groups)
+    assert groups[0].rollouts[0].old_logprobs is None
+    with pytest.raises(ValueError, match=r"generate_from_teacher=True, and distillation_weight is 0\.5"):
+        SDFTConfig(generate_from_teacher=True, distillation_weight=0.5)
