@@ -43,7 +43,7 @@ def test_curves_samples_and_numbers_move_when_the_run_writes(browser: Browser, f
     append(folder / "moving/metrics.jsonl", [metric(step) for step in range(41, 46)])
     append(folder / "moving/completions.jsonl", [completion(45, "a new answer")])
     browser.until(REWARD, lambda step: step == 45)
-    browser.until("return element('rows').textContent", lambda text: "a new answer" in text)
+    browser.until("return element('rows')?.textContent", lambda text: "a new answer" in text)
     assert "45" in browser.run("return document.querySelector('.tile').textContent")
     asked = browser.asked_for()
     assert asked and all(address.startswith(browser.url) for address in asked), asked
@@ -57,7 +57,7 @@ def test_what_a_model_wrote_is_text(browser: Browser) -> None:
         assert browser.run("return document.title") != "taken"
         assert browser.run("return document.querySelectorAll('main img, main script').length") == 0
     browser.open("/?run=hostile")
-    assert "onerror=" in browser.until("return element('rows').textContent")
+    assert "onerror=" in browser.until("return element('rows')?.textContent")
     with pytest.raises(Exception, match="TrustedHTML"):
         browser.run("document.body.innerHTML = '<img>'")
     browser.errors()  # that refusal
@@ -111,7 +111,7 @@ def test_an_episode_is_shown_turn_by_turn(browser: Browser, folder: Path) -> Non
     write_run(folder / "played", 3, {"status": "finished"})
     append(folder / "played/completions.jsonl", [completion(3, ending="answer", num_turns=2, turns=[turn, turn])])
     browser.open("/?run=played")
-    words = browser.until("return element('rows').innerText")
+    words = browser.until("return element('rows')?.innerText")
     for expected in ("\u25cf 1. assistant", "reward 0.5", '\u2192 calls look(at="<b>")', "\u25cb tool look",
                      "a <b> there", "\u25cf 2. assistant", "ended by answer: a turn without a call of a tool"):
         assert expected in words, words
