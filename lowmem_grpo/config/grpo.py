@@ -71,9 +71,9 @@ class GRPOConfig(  # type: ignore[misc]  # max_completion_length may be None onl
         self.check_loss_options()
         self.check_advantage_options()
         self.check_credit()
-        if self.sync_ref_model and not self.beta:
-            raise ValueError("sync_ref_model=True, and beta is 0.0: nothing is compared with the reference. Set beta, "
-                             "or leave sync_ref_model out")
+        if self.sync_ref_model and not self.kl_weight:
+            raise ValueError("sync_ref_model=True, and there is no KL term, whose weight is GRPOConfig's beta: nothing "
+                             "is compared with the reference. Set it, or leave sync_ref_model out")
         if self.sync_ref_model and self.kl_reference == "base":
             raise ValueError("sync_ref_model=True, and kl_reference is 'base', which stays as it is; leave one of them "
                              "out")
@@ -108,7 +108,7 @@ class GRPOConfig(  # type: ignore[misc]  # max_completion_length may be None onl
     def kl_in_reward(self) -> bool:
         """True if the KL term is part of the advantages and not of the loss."""
         rloo = self.advantage_estimator == self.loss_type == "rloo"
-        return bool(self.beta) and (rloo or self.advantage_estimator == "reinforce++")
+        return bool(self.kl_weight) and (rloo or self.advantage_estimator == "reinforce++")
 
     def doubts(self) -> list[str]:
         """Return TRL's warnings about settings that differ from those of a method's paper."""

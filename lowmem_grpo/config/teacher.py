@@ -83,15 +83,17 @@ class TeacherSettings:
                              f"reverse KL only: set {name}=1.0, or the mode {TOP_K!r} or {FULL!r}")
         if mode == TOP_K and self.distillation_topk is None:
             raise ValueError(f"distillation_mode is {TOP_K!r}; set distillation_topk, such as 100")
+        if self.teacher == STORED and (mode != TOP_K or self.distillation_weight < 1 or config.num_generations != 1
+                                       or config.temperature != 1):
+            raise ValueError(f"teacher is {STORED!r}: each row has one completion with a teacher's likeliest tokens at "
+                             f"temperature 1, and no policy sampled it. Set distillation_mode={TOP_K!r}, "
+                             "distillation_weight=1.0 and num_generations=1, as DistillationConfig has them, and "
+                             "temperature=1.0")
         if not self.teaching:
             return
         if self.teacher == LIVE and not self.privileged:
             raise ValueError("teacher is 'live', the policy itself, which reads what the policy reads: nothing "
                              "differs. Take 'ema' or 'base', or SDPOTrainer or SDFTTrainer, whose teacher reads more")
-        if self.teacher == STORED and (mode != TOP_K or self.distillation_weight < 1 or config.num_generations != 1):
-            raise ValueError(f"teacher is {STORED!r}: each row has one completion with a teacher's likeliest tokens, "
-                             f"and no policy sampled it. Set distillation_mode={TOP_K!r}, distillation_weight=1.0 and "
-                             "num_generations=1, as DistillationConfig has them")
         if self.is_served and "@" in str(self.teacher).split("/")[2]:
             raise ValueError("the teacher's URL has a name or password, which the records of the run would keep: pass "
                              "ServedTeacher(URL, ...) as the trainer's teacher instead")

@@ -194,7 +194,10 @@ class TeacherSampling:
         self.trainer.tell("on_generation_prompts_selected", generation_prompt_text=None, generation_prompts=[
             source.composed(group.row, *source.told(group)) for group in groups])
         ids = [group.rollouts[0].teacher_prompt or group.prompt_ids for group in groups]
-        return list(engine.generate(ids, params.of_call(len(ids)), *([on_group] if on_group is not None else [])))
+        made = list(engine.generate(ids, params.of_call(len(ids)), *([on_group] if on_group is not None else [])))
+        for rollout in (rollout for rollouts in made for rollout in rollouts):
+            rollout.routes = None  # of tokens behind another prompt than that of the policy
+        return made
 
 
 class SuccessPrompts(TeacherPrompts):

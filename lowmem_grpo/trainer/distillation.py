@@ -94,7 +94,7 @@ class SDPOTrainer(TeacherTrainer):
                              "success_reward_threshold. Without rewards take SDFTTrainer or DistillationTrainer")
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class,
                          reward_processing_classes, callbacks, optimizers, None, peft_config,
-                         teacher=others.pop("teacher", getattr(args, "teacher_model_kind", None)), **others)
+                         teacher=others.pop("teacher", kind_in(others, args)), **others)
 
 
 class SDFTTrainer(TeacherTrainer):
@@ -110,4 +110,10 @@ class SDFTTrainer(TeacherTrainer):
         """The parameters are TRL's, in TRL's order; `others` are those of GRPOTrainer."""
         super().__init__(model, others.pop("reward_funcs", []), args, train_dataset, eval_dataset, processing_class,
                          None, callbacks, optimizers, None, peft_config,
-                         teacher=others.pop("teacher", getattr(args, "teacher_model_kind", None)), **others)
+                         teacher=others.pop("teacher", kind_in(others, args)), **others)
+
+
+def kind_in(others: dict[str, Any], args: Any) -> str | None:
+    """Return TRL's `teacher_model_kind`, which is a keyword or a setting; None if it is neither."""
+    kind: str | None = others.get("teacher_model_kind", getattr(args, "teacher_model_kind", None))
+    return kind

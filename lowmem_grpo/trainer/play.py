@@ -67,6 +67,9 @@ class EpisodeSetup:
                             "in TRL 1.16, and not async: asyncio.run may run what is, inside of it")
         if rollout_func is not None and (self.tools or self.factories):
             raise ValueError("rollout_func makes the rollouts itself; leave tools and environment_factory out")
+        if config.off_policy and (self.plays or rollout_func is not None):
+            raise ValueError("teacher='stored' and generate_from_teacher=True say where completions are from; leave "
+                             "them, or tools, environment_factory and rollout_func out")
 
     @property
     def plays(self) -> bool:

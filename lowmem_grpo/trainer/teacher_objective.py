@@ -74,7 +74,8 @@ class TeacherObjective(GRPOObjective):
         if "teacher_mask" in batch.fields:
             taught = batch.at_trained(batch.fields["teacher_mask"]) > 0
             losses, values = torch.where(taught, losses, 0.0), {name: each[taught] for name, each in values.items()}
-        values = {name: each for name, each in values.items() if len(each)}
+        measured = {} if policy is None else policy.metrics  # of all tokens
+        values = {name: each for name, each in values.items() if len(each) and name not in measured}
         loss = (losses * weights).sum()
         sums = {"self_distillation/distillation_loss": loss.detach()}  # as TRL's SDPO names it
         loss = share * loss

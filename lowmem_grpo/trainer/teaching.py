@@ -37,16 +37,16 @@ class Teaching:
         rows, most = len(trained.policy.head.weight), config.distillation_topk
         if config.distillation_mode == TOP_K and most is not None and most > rows:
             raise ValueError(f"distillation_topk is {most}, and the vocabulary has {rows} tokens; set at most that")
+        if config.is_served:
+            check_images(config, encoder)
         self.served = served_by(config, trained, given) if config.is_served else None
         self.teacher: Teacher | None = None
         tokenizer = own = None
         if self.served is None and config.teacher != STORED:
             self.teacher, tokenizer = teacher_of(config, trained, given)
         if tokenizer is not None:
+            check_images(config, encoder)
             check_same_tokens(trained.tokenizer, tokenizer)
-            if encoder.images:
-                raise ValueError(f"the student reads images, and the teacher {config.teacher} is another model, which "
-                                 "gets none of them; take 'base', 'ema' or the folder of an adapter as the teacher")
             own = PromptEncoder(tokenizer, trained.context, config.chat_template_kwargs)
         self.objective = partial(TeacherObjective, policy=trained.policy, teacher=self.teacher)
         longest = trained.context - config.max_completion_length
@@ -81,11 +81,21 @@ class Teaching:
                 counted = torch.arange(len(rollout.completion_ids)) >= skipped
                 rollout.fields["teacher_mask"] = rollout.fields["teacher_mask"] * counted
         if (served := self.served) is not None:
+            if any(rollout.splits and rollout.teacher_prompt is None for _, rollout in rollouts):
+                raise ValueError("the teacher at a URL reads a row's prompt and all that follows, and an environment "
+                                 "or rollout_func gave the policy another history; take a teacher that computes here")
             read = [(rollout.teacher_prompt or group.prompt_ids, rollout.completion_ids) for group, rollout in rollouts]
             told = self.ranks.first("the teacher's answers", lambda: served.score(read))
             for (_, rollout), scores in zip(rollouts, told, strict=True):
                 rollout.fields |= {f"teacher_{name}": values for name, values in vars(scores).items()}
         return metrics
+
+
+def check_images(config: GRPOConfig, encoder: Any) -> None:
+    """Raise ValueError if the student reads images, and the teacher, which is another model, does not get them."""
+    if encoder.images:
+        raise ValueError(f"the student reads images, and the teacher {config.teacher} is another model, which gets "
+                         "none of them; take 'base', 'ema' or the folder of an adapter as the teacher")
 
 
 def served_by(config: GRPOConfig, trained: TrainedModel, given: "ServedTeacher | None") -> "ServedTeacher":

@@ -9,9 +9,9 @@ import pytest
 import torch
 from families import saved_family
 from mixtures import mixture_folder
-from trainer_runs import adapter, by_letters, largest_ratio_error, make, relative, same
+from trainer_runs import ROWS, SMALL, adapter, by_letters, largest_ratio_error, make, relative, same
 
-from lowmem_grpo import FastLanguageModel, GRPOTrainer
+from lowmem_grpo import FastLanguageModel, GRPOTrainer, SDFTConfig, SDFTTrainer
 from lowmem_grpo.models.routes import Replay
 from tests.attacks.small_run import StopAt, differences
 
@@ -133,3 +133,13 @@ def test_rollouts_without_routes_train_on_live_ones_and_one_line_says_so(
     assert "sampling/routes/differing" in metrics
     said = [record.message for record in caplog.records if "without routes" in record.message]
     assert len(said) == 1 and "4 of 8 completions" in said[0]
+
+
+def test_routes_behind_the_teachers_prompt_would_be_replayed_behind_the_students(mixture: Path, tmp_path: Path) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(mixture), max_seq_length=128, load_in_4bit=False)
+    model = FastLanguageModel.get_peft_model(model, r=4)
+    config = SDFTConfig(output_dir=str(tmp_path), generate_from_teacher=True, distillation_topk=7, **SMALL)
+    trainer = SDFTTrainer(model, config, [row | {"privileged_context": "It is 14."} for row in ROWS])
+    groups = trainer.rollout()
+    assert all(len(rollout.teacher_prompt) > len(group.prompt_ids) for group in groups for rollout in group.rollouts)
+    assert "sampling/routes/differing" not in trainer.update(groups)

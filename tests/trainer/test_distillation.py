@@ -54,7 +54,7 @@ from lowmem_grpo.engines.served_teacher import ServedTeacher
 from lowmem_grpo.models.quantized_linear import linears_in_4bit
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer.trajectories import TrajectoryTrainer
-from lowmem_grpo.types import RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup, Split
 from tests.attacks import judge_server
 from tests.attacks.small_run import StopAt
 
@@ -487,6 +487,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (GRPOConfig, {"teacher": "base", "distillation_mode": "topk_logits"}, "set distillation_topk, such as 100"),
     (GRPOConfig, {"teacher": " "}, "a folder with an adapter, the name or folder of a model, or a URL"),
     (GRPOConfig, {"teacher": "stored"}, "Set distillation_mode='topk_logits', distillation_weight=1.0 and num_gen"),
+    (GRPOConfig, {"teacher": "stored", "distillation_weight": 0.0}, "and no policy sampled it. Set distillation_mode"),
+    (DistillationConfig, {"teacher": "stored", "distillation_mode": "topk_logits", "distillation_topk": 4,
+                          "temperature": 0.7}, "as DistillationConfig has them, and temperature=1.0"),
+    (DistillationConfig, {"teacher": "base", "sync_ref_model": True}, "nothing is compared with the reference. Set it"),
     (GRPOConfig, {"teacher": "http://a", "temperature": 0.7}, "to 'sampled_token' or 'topk_logits', and temperature=1"),
     (GRPOConfig, {"teacher": "http://a", "distillation_mode": "full_logits"}, "set distillation_mode to 'sampled_tok"),
     (GRPOConfig, {"teacher": "base", "train_while_sampling": True}, "leave train_while_sampling out"),
@@ -513,6 +517,7 @@ def test_settings_that_contradict_each_other_would_be_taken(kind: Any, settings:
 
 NOWHERE = "nobody/nothing"  # whose loading would be another error
 PLAIN = [{"prompt": "1 + 1"}]
+OF_STORED = DistillationConfig(teacher="stored", distillation_mode="topk_logits", distillation_topk=4)
 DOORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: DistillationTrainer(NOWHERE, None, None, PLAIN), "DistillationConfig needs a teacher and a"),
     (lambda: GRPOTrainer(NOWHERE, digit_sum, DistillationConfig(), PLAIN), "DistillationConfig needs a teacher"),
@@ -524,6 +529,10 @@ DOORS: list[tuple[Callable[[], Any], str]] = [
      "dynamic_sampling_rounds is 2, which goes by rewards, and there are none"),
     (lambda: GRPOTrainer(NOWHERE, None, None, PLAIN, teacher="base", advantage_estimator="remax"),
      "advantage_estimator is 'remax', which goes by rewards, and there are none"),
+    (lambda: DistillationTrainer(NOWHERE, "stored", OF_STORED, PLAIN, rollout_func=lambda prompts, trainer: {}),
+     "say where completions are from; leave them, or tools, environment_factory and rollout_func out"),
+    (lambda: SDFTTrainer(NOWHERE, SDFTConfig(generate_from_teacher=True), WORKED, tools=[digit_sum]),
+     "say where completions are from"),
     (lambda: TrajectoryTrainer(NOWHERE, GRPOConfig(teacher="base")), "a teacher reads what GRPOTrainer samples; leave"),
     (lambda: TrajectoryTrainer(NOWHERE, DistillationConfig()), "args is a DistillationConfig, and a teacher reads"),
     (lambda: SFTTrainer(NOWHERE, PLAIN, teacher="base"), "SFTTrainer has no parameter 'teacher'"),
@@ -575,6 +584,20 @@ def test_a_token_that_the_teacher_lacks_would_be_looked_up_beyond_its_embedding(
     trainer = student(tmp_path, made)
     with pytest.raises(ValueError, match=r"has the token \d+, and the teacher has 40 tokens; take a teacher with"):
         trainer.rollout()
+
+
+@pytest.mark.parametrize("args", [None, SDPOConfig(teacher="base")], ids=["no args", "args"])
+def test_the_kind_of_a_teacher_would_be_read_from_args_only(args: Any, tmp_path: Path) -> None:
+    made = SDPOTrainer(load(), digit_sum, args, ROWS, output_dir=str(tmp_path), teacher_model_kind="live", **SMALL)
+    assert made.teaching.teacher.kind == made.args.teacher == "live"
+
+
+def test_a_served_teacher_would_read_another_history_than_the_policy(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        trainer = served_model(tmp_path, stack).trainer
+        split = Rollout([7, 8], [0.0] * 2, "stop", splits=[Split(0, [5])])
+        with pytest.raises(ValueError, match="gave the policy another history; take a teacher that computes here"):
+            trainer.teaching.read([RolloutGroup(ROWS[0], [5, 9], [split])])
 
 
 def test_a_policy_that_is_its_own_teacher_would_train_for_nothing_in_silence(

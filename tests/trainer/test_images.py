@@ -230,6 +230,13 @@ def test_a_small_copy_of_each_image_is_kept_once_and_the_report_shows_it(tmp_pat
     assert report.count("data:image/jpeg;base64,") == 3 and "image_pad" not in report
 
 
+def test_a_teacher_at_a_url_would_be_sent_the_places_of_images_without_them(tmp_path: Path) -> None:
+    model, processor = loaded(tmp_path)
+    args = GRPOConfig(output_dir=str(tmp_path / "run"), teacher="http://127.0.0.1:9/v1", **SETTINGS)
+    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/v1 is another model, which gets none of them; take"):
+        GRPOTrainer(model, paid, args, ROWS, processing_class=processor)
+
+
 def test_a_teacher_would_read_no_images(tmp_path: Path) -> None:
     """Its base reads what the reference of the KL term reads; and a worked solution stands beside the images."""
     args = GRPOConfig(output_dir=str(tmp_path / "run"), teacher="base", **SETTINGS | {"kl_reference": "base"})

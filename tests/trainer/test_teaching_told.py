@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from run_pages import Page
 from torch import Tensor
-from trainer_runs import ROWS, SMALL, load, moved
+from trainer_runs import ROWS, SMALL, digit_sum, load, moved
 
 from lowmem_grpo import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, SDPOConfig, SDPOTrainer
 from lowmem_grpo.models.policy import Policy
@@ -123,3 +124,22 @@ def test_the_divergences_beta_would_weigh_a_kl_term_of_the_policy_loss(tmp_path:
     config = DistillationConfig(output_dir=str(tmp_path), distillation_weight=0.5, **SMALL | {"num_generations": 2})
     made = DistillationTrainer(moved(load()), "base", config, ROWS)
     assert made.update(made.rollout())["self_distillation/policy_loss"] == 0, "there are no rewards, and no KL term"
+
+
+@pytest.mark.parametrize("settings", [
+    {"advantage_estimator": "reinforce++"}, {"advantage_estimator": "rloo", "loss_type": "rloo"}], ids=["r++", "rloo"])
+def test_the_divergences_beta_would_put_a_kl_term_into_the_rewards(settings: dict[str, Any], tmp_path: Path) -> None:
+    config = DistillationConfig(output_dir=str(tmp_path), distillation_weight=0.5,
+                                **SMALL | {"scale_rewards": None} | settings)
+    assert not config.kl_in_reward
+    made = DistillationTrainer(moved(load()), "base", config, ROWS, reward_funcs=digit_sum)
+    metrics = made.update(made.rollout())
+    assert math.isfinite(metrics["loss"]) and "kl" not in metrics
+
+
+def test_the_entropy_of_tokens_that_no_teacher_reads_would_count_less() -> None:
+    made, read = learner("full_logits", 0.5, size=1), groups()
+    read[0].rollouts[0].fields["teacher_mask"] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    with torch.no_grad():
+        own = plainly(made.policy.model)
+    assert made.measure(read)["entropy"] == pytest.approx(float(-(own.exp() * own).sum(-1).mean()), rel=1e-5)
