@@ -199,7 +199,7 @@ class TokenField:
     # give another `Policy` that computes
     behind: Callable[[list[RolloutGroup]], list[RolloutGroup]] | None = None  # other prompts, for the same completions
     of_all: bool = False  # True: also computed for rollouts without a gradient
-    told: bool = True  # False: too large for all ranks to have it, and no rank needs that of another's rollouts
+    told: bool = True  # False: too large for all ranks to have it, where no rank needs that of another's rollouts
     packed: bool = True  # False: a micro-batch reads it from its rollouts, by `MicroBatch.of_rollouts`
 
     @property

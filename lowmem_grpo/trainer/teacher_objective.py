@@ -45,7 +45,10 @@ class TeacherObjective(GRPOObjective):
             return usual
         sampled = self.config.distillation_mode == SAMPLED
         names = ("teacher_logprobs", "teacher_entropy") if sampled else ("teacher_hidden",)
-        return *usual, *(replace(TOKEN_FIELDS[name], under=self.teacher.reading, behind=behind) for name in names)
+        fields = [replace(TOKEN_FIELDS[name], under=self.teacher.reading, behind=behind) for name in names]
+        if optimizer_steps > 1 or any(field.of_all for field in usual):  # a step's shares of the ranks are others
+            fields = [replace(field, told=True) for field in fields]
+        return *usual, *fields
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
         """Release the last update's hidden states of the teacher, which records may hold longer than needed."""

@@ -72,8 +72,9 @@ def test_in_float64_and_in_a_fixed_order_the_adapter_is_the_same_bit_for_bit(tmp
     {"method": "sft", "eval_strategy": "steps", "eval_steps": 2},
     {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1},
     {"teacher": "ema", "distillation_mode": "full_logits", "num_iterations": 2},
+    {"teacher": "base", "distillation_mode": "full_logits", "steps_per_generation": 2, "max_steps": 2},
 ], ids=["batch std, dynamic sampling, replay", "several updates on chosen tokens", "ReMax, pools", "SFT", "evaluation",
-        "a teacher that follows"])
+        "a teacher that follows", "a teacher of several steps"])
 def test_two_ranks_decide_what_one_process_decides_with(tmp_path: Path, settings: dict[str, Any]) -> None:
     settings = {"double": True, "parity_bound": 0.001, "max_steps": 3} | settings
     if "method" in settings:
