@@ -16,10 +16,10 @@ from lowmem_grpo.config.sampling import LATE, MEND
 from lowmem_grpo.data.files import check_columns, columns_of, is_file_name, refuse_unreadable
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.models.hub import REPO, find_dataset
-from lowmem_grpo.models.stored_model import find
+from lowmem_grpo.models.stored_model import find, find_teacher
 from lowmem_grpo.recipes.recipe_file import NO_EXAM, is_recipe_file, own_traceback, recipe_path, unknown_recipe
 from lowmem_grpo.runs.listeners import refuse_absent_sinks
-from lowmem_grpo.runs.saved_adapter import adapter_at, adapter_settings, find_adapter
+from lowmem_grpo.runs.saved_adapter import adapter_settings, find_adapter
 from lowmem_grpo.runs.views.terminal import columns
 from lowmem_grpo.utils import check_value
 
@@ -115,7 +115,7 @@ def check_adapter(path: Path | None, unfinished: bool = True) -> None:
 def check_teacher(name: str | None, needed: bool) -> None:
     """Raise ValueError for a folder that is no teacher, or if a teacher is `needed` and there is none."""
     if name is not None:
-        adapter_at(name)
+        find_teacher(name)
     elif needed:
         raise ValueError("there is no teacher. Train one, and give the folder of its run:\n"
                          "    lowmem-grpo run arithmetic\n    lowmem-grpo run distill teacher=runs/arithmetic\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.config.teacher import EMA, OF_MODEL
+from lowmem_grpo.config.teacher import EMA, OF_MODEL, STORED, is_url
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES
 from lowmem_grpo.memory.layer_forms import FP8
 from lowmem_grpo.runs.views.terminal import UserPath, columns, echo, plain_errors, was_given
@@ -49,8 +49,8 @@ CHECKPOINTING: dict[str, bool | str] = {"auto": "auto", "offload": "offload", "t
               "leaves of the context]")
 @click.option("--images", type=int, help="Images of a prompt, for a model of images.  [default: 1]")
 @click.option("--image-pixels", type=int, help="Pixels of an image.  [default: 262144, which is 512 x 512]")
-@click.option("--teacher", help="A teacher that compares whole vocabularies: base, ema, live, adapter (its folder's "
-              "adapter), or another model, as --model names it.")
+@click.option("--teacher", help="A teacher that compares whole vocabularies: base, ema, live, an adapter's folder "
+              "(or the word adapter), or another model, as --model names it.")
 @click.option("--max-context", is_flag=True, help="Find the longest context that fits.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, in bytes.")
 def plan(
@@ -133,7 +133,12 @@ def teacher_settings(teacher: str, student: Any, form: str, places: int) -> dict
     """Return the settings of a plan with a teacher, whose last hidden states are kept at `places` tokens."""
     from lowmem_grpo.memory.model_shape import ModelShape
     from lowmem_grpo.models.stored_model import config_of
+    from lowmem_grpo.runs.saved_adapter import adapter_at
 
+    if teacher == STORED or is_url(teacher):
+        raise ValueError(f"the teacher {teacher!r} takes no memory here; leave --teacher out")
+    if teacher != "adapter" and adapter_at(teacher):
+        teacher = "adapter"
     own = None if teacher in (*OF_MODEL, "adapter") else ModelShape.from_config(config_of(teacher))
     return {"keeps_teacher": teacher in (EMA, "adapter"), "teacher_hidden_bytes": 2 * places * (own or student).hidden,
             "teacher_bytes": 0 if own is None else own.weight_bytes(form) + own.table_bytes + own.host_bytes()}

@@ -7,7 +7,18 @@ from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.shared import JsonDict, of_json
 from lowmem_grpo.config.teacher import BASE, EMA, FULL, OF_MODEL, TOP_K
 from lowmem_grpo.config.unsupported import OF_GRPO, Table, any_value, only
-from lowmem_grpo.utils import COUNT, SHARE, TRUTH, ZERO_OR_MORE, Rule, check_template, number, one_of
+from lowmem_grpo.utils import (
+    COUNT,
+    OF_KINDS,
+    SHARE,
+    TRUTH,
+    ZERO_OR_MORE,
+    Rule,
+    check_given,
+    check_template,
+    number,
+    one_of,
+)
 
 OTHER_TEXTS = "All completions are sampled from the student here; train on other texts with SFTTrainer."
 OF_TEACHER: Table = OF_GRPO | {
@@ -44,6 +55,7 @@ class DistillationConfig(GRPOConfig):
             raise ValueError(f"distillation_alpha is {self.distillation_alpha}; DistillationConfig calls it beta, as "
                              f"TRL does: set beta={self.distillation_alpha}")
         self.teacher_model_init_kwargs = of_json(self.teacher_model_init_kwargs)
+        check_given(vars(self), {"teacher_model_init_kwargs": OF_KINDS[dict]})
         super().check_combinations()
 
     @property

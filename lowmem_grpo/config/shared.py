@@ -312,6 +312,9 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for records and checkpoints, without access tokens of the hub."""
-        loading = {name: str(value) for name, value in (self.model_init_kwargs or {}).items()
-                   if name not in ("token", "use_auth_token")}
-        return asdict(self) | ({"model_init_kwargs": loading} if self.model_init_kwargs else {})
+        made = asdict(self)
+        for options in ("model_init_kwargs", "teacher_model_init_kwargs"):
+            if made.get(options):
+                made[options] = {name: str(value) for name, value in made[options].items()
+                                 if name not in ("token", "use_auth_token")}
+        return made

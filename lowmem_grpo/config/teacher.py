@@ -13,6 +13,10 @@ NAMED: Rule = ('"base", "ema", "live", "stored", a folder with an adapter, the n
                lambda value: isinstance(value, str) and bool(value.strip()))
 
 
+def is_url(teacher: str) -> bool:
+    return teacher.lower().startswith(("http://", "https://"))
+
+
 @dataclass(kw_only=True)
 class TeacherSettings:
     """Fields of GRPOConfig about a teacher, under the names of TRL 1.16's SDPOConfig, where it has them."""
@@ -62,7 +66,7 @@ class TeacherSettings:
     @property
     def is_served(self) -> bool:
         """True if the teacher answers at a URL."""
-        return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
+        return self.teacher is not None and is_url(self.teacher)
 
     @property
     def off_policy(self) -> bool:

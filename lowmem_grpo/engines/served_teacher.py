@@ -36,12 +36,23 @@ ROUNDING = 1e-3  # how far a log-probability may be above 0, and a sum of probab
 SHOWN = 300  # characters of a server's error that are shown
 SHORTEST = 8  # characters of a key that is secret; shorter ones ("local", "EMPTY") are in ordinary words
 PLACEHOLDER = "\ufffd"  # a part of a character; how it is decoded depends on its neighbours
-ADDRESS: Rule = ("an address that begins with http:// or https://", lambda url: bool(re.match("https?://[^/]", url)))
+UP = "check that the server is up, and its URL"
 FIXES = {400: "shorten prompts or completions or serve a longer context (vLLM: --max-model-len), and serve at least "
               "top_k log-probabilities (vLLM: --max-logprobs)",
          401: "give its key: teacher=ServedTeacher(url, api_key=...), of lowmem_grpo.engines.served_teacher",
          403: "give another api_key or model",
          404: "check the model's name in the server's list (/v1/models), and that the URL ends in /v1"}
+
+
+def is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(re.match(r"https?://[^/\s]+(/\S*)?$", url) and parts.hostname and parts.port != 0)
+    except ValueError:  # of the port
+        return False
+
+
+ADDRESS: Rule = ("an address that begins with http:// or https://, such as http://127.0.0.1:8000/v1", is_address)
 
 
 class TeacherError(RuntimeError):
@@ -76,6 +87,18 @@ class ServedTeacher:
         self.model, self.api_key, self.top_k, self.timeout = model, api_key, int(top_k), float(timeout)
         self.retries, self.concurrency, self.vocabulary = int(retries), int(concurrency), vocabulary
         self.secrets = [text for text in (api_key, address.password) if text and len(text) >= SHORTEST]
+
+    def reach(self) -> None:
+        """Ask once for the list of models. TeacherError if nobody answers; what is answered is not looked at."""
+        with openai.OpenAI(base_url=self.base_url, api_key=self.api_key, timeout=self.timeout,
+                           max_retries=0) as client:
+            try:
+                client.models.list()
+            except openai.APIConnectionError as error:
+                raise TeacherError(f"the teacher at {self.url} cannot be reached "
+                                   f"({self.plain(error.__cause__ or error)}); {UP}") from None
+            except (openai.OpenAIError, ValueError):
+                logger.debug("the teacher at %s has no list of models", self.url)  # which a server need not have
 
     def score(self, sequences: Sequences) -> list[TeacherScores]:
         """Return the scores of each completion behind its prompt. TeacherError if one cannot be had."""
@@ -168,8 +191,7 @@ class ServedTeacher:
             does = f"answered HTTP {error.status_code} to {tokens} tokens: {self.plain(error.response.text)}"
             fix = FIXES.get(error.status_code, "look at the server's log")
         except openai.APIConnectionError as error:
-            does = f"cannot be reached ({self.plain(error.__cause__ or error)})"
-            fix = "check that the server is up, and its URL"
+            does, fix = f"cannot be reached ({self.plain(error.__cause__ or error)})", UP
         except (openai.OpenAIError, ValueError) as error:
             does, fix = f"gives no answer that can be read ({self.plain(error)})", "check that the URL ends in /v1"
         raise TeacherError(f"the teacher at {self.url} {does}; {fix}") from None

@@ -13,10 +13,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.config.teacher import OF_MODEL, STORED, is_url
 from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16
 from lowmem_grpo.memory.layer_forms import FP8, NF4
 from lowmem_grpo.memory.model_shape import named_config, read_config
 from lowmem_grpo.models.gguf_file import gguf_config
+from lowmem_grpo.runs.saved_adapter import adapter_at
 from lowmem_grpo.utils import JsonError, is_adapter, is_gguf, leads_out, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -92,6 +94,18 @@ def find(model_name: str, **options: Any) -> str:
             return gguf_of_hub(path, **options)
         find_model(path, **options)
     return path
+
+
+def find_teacher(name: str, **options: Any) -> None:
+    """Raise RunError, CheckpointError or OSError for a teacher's name that is neither known nor that of a folder or
+    model. A URL is not asked."""
+    if name in (*OF_MODEL, STORED) or is_url(name) or adapter_at(name):
+        return
+    try:
+        find(name, **options)
+    except OSError as error:
+        raise OSError(f"there is no teacher {name!r} ({error}). Give the folder of a run or an adapter, a model, or a "
+                      "URL that begins with http:// or https://") from error
 
 
 def config_of(model_name: str) -> Any:

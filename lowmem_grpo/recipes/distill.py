@@ -20,6 +20,7 @@ from lowmem_grpo.recipes.options import ProblemOptions
 from lowmem_grpo.recipes.presets import CPU, USUAL, Preset, Presets, either, on_cards, prepare
 from lowmem_grpo.recipes.proximity import RIGHT, STEPS, WORDS, make_dataset
 from lowmem_grpo.runs.saved_adapter import adapter_at, adapter_settings, base_of_adapter
+from lowmem_grpo.trainer.teaching import check_teacher
 
 SETTINGS = DistillationConfig
 DEFAULTS = USUAL | {
@@ -57,6 +58,7 @@ EXAM = proximity.EXAM
 def run(options: DistillOptions) -> None:
     options.follow(options.config.get("teacher"))
     setup = prepare(options, DEFAULTS, PRESETS)
+    check_teacher(setup.config)
     task, seed = STEPS if setup.is_tiny else WORDS, setup.config.seed
     teach(setup, Lesson("distill", make_dataset("train", options.train_size, seed, task), [],
                         make_dataset("test", options.eval_problems, seed, task), RIGHT, trainer=DistillationTrainer,

@@ -258,10 +258,10 @@ def share(holds: Iterable[bool]) -> float:
 
 
 def as_text(value: Any, joint: str = "\n") -> str:
-    """Return a text, the texts of messages (one a line) or those of a message's parts; "" for None."""
+    """Return a text, the texts of messages (one a line) or those of a message's parts; "" for None or NaN."""
     if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
         return joint.join(filter(None, (as_text(part.get("content", part.get("text")), " ") for part in value)))
-    return "" if value is None else str(value)
+    return "" if value is None or value != value else str(value)
 
 
 def behind(groups: list[RolloutGroup]) -> list[RolloutGroup]:

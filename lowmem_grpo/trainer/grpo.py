@@ -85,9 +85,10 @@ class GRPOTrainer(TrlApi):
         players.images = not players.plays and rollout_func is None and may_read_images(model)
         rows = players.rows(train_dataset)
         if config.teaching:
-            from lowmem_grpo.trainer.teaching import prompts_of
+            from lowmem_grpo.trainer.teaching import check_teacher, prompts_of
 
             prompts_of(config).check(rows, players.plays)
+            check_teacher(config, None if isinstance(teacher, str) else teacher)
         trained = bring_model(model, config, either(processing_class, tokenizer), peft_config, quantization_config,
                               tokens_of_row(config))
         reward_models = [func for func in self.scorer.funcs if isinstance(func, RewardModel)]

@@ -13,6 +13,7 @@ from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.quantized_linear import linears_in_4bit
+from lowmem_grpo.models.stored_model import find_teacher
 from lowmem_grpo.models.teacher import Teacher, adapter_of, weight_bytes
 from lowmem_grpo.rollout.teacher_prompts import PrivilegedPrompts, SuccessPrompts, TeacherPrompts, check_same_tokens
 from lowmem_grpo.runs.saved_adapter import adapter_at
@@ -98,16 +99,38 @@ def check_images(config: GRPOConfig, encoder: Any) -> None:
                          "none of them; take 'base', 'ema' or the folder of an adapter as the teacher")
 
 
-def served_by(config: GRPOConfig, trained: TrainedModel, given: "ServedTeacher | None") -> "ServedTeacher":
-    """Return the teacher at a URL, once it has passed its self-test. TeacherError if it has not."""
+def check_teacher(config: GRPOConfig, given: Any = None) -> None:
+    """Raise an error for a teacher that is not there, before a student is loaded. `given` as in `Teaching`."""
+    if config.is_served:
+        server_of(config, given).reach()
+    elif given is None:
+        options = options_of(config)
+        find_teacher(str(config.teacher), **{name: options[name] for name in ("revision", "token") if name in options})
+    elif not isinstance(given, torch.nn.Module):
+        raise TypeError(f"the teacher is a {type(given).__name__}; give a model, its name, the folder of an adapter or "
+                        "a URL. FastLanguageModel.from_pretrained returns a model and its tokenizer: give the model")
+
+
+def options_of(config: GRPOConfig) -> dict[str, Any]:
+    """Return the options for loading another model as the teacher. ValueError for one that our loader lacks."""
+    return loading_options({"revision": getattr(config, "teacher_model_revision", None),
+                            **(getattr(config, "teacher_model_init_kwargs", None) or {})})
+
+
+def server_of(config: GRPOConfig, given: "ServedTeacher | None") -> "ServedTeacher":
     from lowmem_grpo.engines.served_teacher import ServedTeacher  # imports openai
 
-    rows = len(trained.policy.head.weight)
     teacher = given or ServedTeacher(str(config.teacher), top_k=config.distillation_topk or 1)
     if config.distillation_mode == TOP_K and teacher.top_k != config.distillation_topk:
         raise ValueError(f"distillation_topk is {config.distillation_topk}, and the ServedTeacher's top_k is "
                          f"{teacher.top_k}; give both the same number")
-    teacher.vocabulary = rows
+    return teacher
+
+
+def served_by(config: GRPOConfig, trained: TrainedModel, given: "ServedTeacher | None") -> "ServedTeacher":
+    """Return the teacher at a URL, once it has passed its self-test. TeacherError if it has not."""
+    teacher = server_of(config, given)
+    teacher.vocabulary = len(trained.policy.head.weight)
     trained.ranks.first("the teacher's self-test", lambda: teacher.check(trained.tokenizer))
     return teacher
 
@@ -118,9 +141,9 @@ def prompts_of(config: GRPOConfig) -> type[TeacherPrompts]:
     return SuccessPrompts if hasattr(config, "reprompt_template") else TeacherPrompts
 
 
-def loaded(name: str, options: dict[str, Any], config: GRPOConfig, trained: TrainedModel) -> Any:
-    """Return another model as the teacher, loaded with options of transformers; in 4 bits if the student is."""
-    options = loading_options({"revision": getattr(config, "teacher_model_revision", None), **options})
+def loaded(name: str, config: GRPOConfig, trained: TrainedModel) -> Any:
+    """Return another model as the teacher, loaded with the config's options; in 4 bits if the student is."""
+    options = options_of(config)
     stored = options.pop("quantization_config", None)
     bits = {"load_in_4bit": any(linears_in_4bit(trained.policy.base))} if stored is None else quantization(stored)
     where = {"device": str(trained.policy.device)}
@@ -141,11 +164,10 @@ def teacher_of(config: GRPOConfig, trained: TrainedModel, given: Any) -> tuple[T
         return Teacher(name, policy), None
     if given is None and (folder := adapter_at(name)):
         return Teacher(name, policy, adapter_of(folder, policy, trained.model.loaded)), None
-    options = getattr(config, "teacher_model_init_kwargs", None) or {}
-    if given is not None and options:
+    if given is not None and getattr(config, "teacher_model_init_kwargs", None):
         raise ValueError("teacher_model_init_kwargs is given, and the teacher is loaded already; leave one of them out")
     if given is None:
-        model = loaded(name, options, config, trained)
+        model = loaded(name, config, trained)
     else:
         made_here = not getattr(getattr(given, "config", None), "_name_or_path", "")  # no tokenizer belongs to it
         tokenizer = trained.tokenizer if made_here else None

@@ -67,6 +67,15 @@ def test_a_teachers_weights_adapter_and_hidden_states_would_be_missing_in_the_pl
     assert base["time"]["seconds"]["forward"] > alone["time"]["seconds"]["forward"]
 
 
+def test_an_adapters_folder_and_a_teacher_elsewhere_would_be_looked_up_as_models(tmp_path: Path) -> None:
+    words = "--model", "tiny", "--gpu", "t4", "--json", "--teacher"
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
+    assert plan(*words, tmp_path).output == plan(*words, "adapter").output
+    for teacher in ("stored", "http://127.0.0.1:8000/v1"):
+        assert "takes no memory here; leave --teacher out" in plan(*words, teacher).output
+
+
 def test_the_longest_context_is_found_and_planned_for() -> None:
     done = plan("--model", "qwen2.5-1.5b", "--gpu", "3GiB", "--max-context", "--json")
     found = json.loads(done.output)

@@ -157,6 +157,13 @@ def test_a_late_server_and_one_that_is_down_are_not_waited_for() -> None:
         teacher_of(server, retries=0).score(SEQUENCES)
 
 
+def test_only_a_server_that_is_down_is_refused_before_the_self_test() -> None:
+    with judge_server.serving(answering()) as server:
+        teacher_of(server).reach()  # it has no list of models
+    with pytest.raises(TeacherError, match=r"cannot be reached \(.*; check that the server is up, and its URL"):
+        teacher_of(server, retries=5).reach()
+
+
 def test_the_self_test_passes_a_teacher_with_the_students_tokens(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,7 +195,10 @@ def test_the_self_test_refuses_a_teacher_with_other_tokens(tokenizer: Any) -> No
 @every_row(("settings", "said"), [
     ({"base_url": "localhost:8000"}, "the teacher's URL is 'localhost:8000'; it must be an address"),
     ({"base_url": "ftp://u:secret@host/v1"}, "the teacher's URL is 'ftp://host/v1'"),
-    ({"top_k": 0}, "top_k is 0"), ({"timeout": 0}, "timeout is 0"), ({"retries": -1}, "retries is -1"),
+    ({"base_url": "http://host:port/v1"}, "it must be an address"),
+    ({"base_url": "http://host:99999/v1"}, "it must be an address"), ({"base_url": "http://:80"}, "it must be an addr"),
+    ({"base_url": "http://host /v1"}, "it must be an address"), ({"top_k": 0}, "top_k is 0"),
+    ({"timeout": 0}, "timeout is 0"), ({"retries": -1}, "retries is -1"),
     ({"concurrency": 0}, "concurrency is 0"),
 ])
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], said: str) -> None:

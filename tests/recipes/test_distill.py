@@ -23,6 +23,9 @@ def test_a_student_without_a_teacher_is_refused_with_the_two_commands_and_so_is_
     (tmp_path / "empty").mkdir()
     result = run("distill", tmp_path / "run", f"teacher={tmp_path / 'empty'}")
     assert result.exit_code == 1 and "is neither a run nor an adapter" in result.output
+    for teacher, said in (("./runs/arithmetc", "there is no teacher"), ("http://127.0.0.1:9", "cannot be reached")):
+        result = run("distill", tmp_path / "run", f"teacher={teacher}", "distillation_mode=sampled_token")
+        assert result.exit_code == 1 and said in result.output and "loading tiny," not in result.output
     assert not (tmp_path / "run").exists()
 
 

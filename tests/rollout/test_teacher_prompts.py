@@ -211,10 +211,10 @@ def test_rows_of_which_no_teacher_can_learn_are_left_out_before_they_are_sampled
     prompts, encoder = PrivilegedPrompts(SDFTConfig(), ENCODER), PromptEncoder(TOKENIZER, 1000)
     encoder.refuses = prompts.refused
     begun = [*CHATS[0], {"role": "assistant", "content": "It is"}]
-    rows = [{"prompt": CHATS[0], "privileged_context": hint} for hint in ("5", " ", None)]
+    rows = [{"prompt": CHATS[0], "privileged_context": hint} for hint in ("5", " ", None, float("nan"))]
     source = PromptSource([*rows, {"prompt": begun, "privileged_context": "5"}], encoder, 0, shuffle=False)
     assert source.count_rows(read=True) == 1 and len(source.take(2)) == 2
-    assert source.skipped == {"`privileged_context` must not be None or empty, as the teacher is to read it": 2,
+    assert source.skipped == {"`privileged_context` must not be None or empty, as the teacher is to read it": 3,
                               "prompt ends with a message of the role 'assistant'; what only the teacher is told needs "
                               "a last message of the user": 1}
     with pytest.raises(DataError, match=r"row 1: `privileged_context` must not be None"):

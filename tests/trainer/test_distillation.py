@@ -50,7 +50,7 @@ from lowmem_grpo import (
     SDPOTrainer,
     SFTTrainer,
 )
-from lowmem_grpo.engines.served_teacher import ServedTeacher
+from lowmem_grpo.engines.served_teacher import ServedTeacher, TeacherError
 from lowmem_grpo.models.quantized_linear import linears_in_4bit
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer.trajectories import TrajectoryTrainer
@@ -505,6 +505,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (DistillationConfig, {"lmbda": 0.5}, "train on other texts with SFTTrainer"),
     (DistillationConfig, {"seq_kd": True}, "train on other texts with SFTTrainer"),
     (SDFTConfig, {"num_loss_tokens_to_skip": 256}, "and max_completion_length 256: no token is left to learn; skip f"),
+    (DistillationConfig, {"teacher": "HTTP://a"}, "set distillation_mode to 'sampled_token' or 'topk_logits'"),
+    (DistillationConfig, {"teacher_model_init_kwargs": ["float32"]}, "it must be a dict"),
     (SDPOConfig, {"use_successful_as_teacher": False}, "the teacher is told nothing; set one of them to True"),
 ]
 
@@ -515,9 +517,15 @@ def test_settings_that_contradict_each_other_would_be_taken(kind: Any, settings:
         kind(**settings)
 
 
+def test_a_token_for_loading_the_teacher_would_be_kept_in_records() -> None:
+    config = DistillationConfig(teacher_model_init_kwargs={"token": "hf_secret", "dtype": torch.float32})
+    assert config.to_dict()["teacher_model_init_kwargs"] == {"dtype": "torch.float32"}
+
+
 NOWHERE = "nobody/nothing"  # whose loading would be another error
 PLAIN = [{"prompt": "1 + 1"}]
 OF_STORED = DistillationConfig(teacher="stored", distillation_mode="topk_logits", distillation_topk=4)
+WITH_URL = DistillationConfig(distillation_mode="sampled_token")
 DOORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: DistillationTrainer(NOWHERE, None, None, PLAIN), "DistillationConfig needs a teacher and a"),
     (lambda: GRPOTrainer(NOWHERE, digit_sum, DistillationConfig(), PLAIN), "DistillationConfig needs a teacher"),
@@ -535,13 +543,19 @@ DOORS: list[tuple[Callable[[], Any], str]] = [
      "say where completions are from"),
     (lambda: TrajectoryTrainer(NOWHERE, GRPOConfig(teacher="base")), "a teacher reads what GRPOTrainer samples; leave"),
     (lambda: TrajectoryTrainer(NOWHERE, DistillationConfig()), "args is a DistillationConfig, and a teacher reads"),
+    (lambda: DistillationTrainer(NOWHERE, "./runs/arithmetc", None, PLAIN), "there is no teacher './runs/arithmetc' ("),
+    (lambda: DistillationTrainer(NOWHERE, ("model", "tokenizer"), None, PLAIN), "the teacher is a tuple; give a model"),
+    (lambda: DistillationTrainer(NOWHERE, "base", DistillationConfig(teacher_model_init_kwargs={"bits": 4}), PLAIN),
+     "bits=4 is not supported"),
+    (lambda: DistillationTrainer(NOWHERE, "http://127.0.0.1:9", WITH_URL, PLAIN), "cannot be reached"),
+    (lambda: DistillationTrainer(NOWHERE, "http://127.0.0.1:x", WITH_URL, PLAIN), "the teacher's URL is"),
     (lambda: SFTTrainer(NOWHERE, PLAIN, teacher="base"), "SFTTrainer has no parameter 'teacher'"),
 ]
 
 
 @pytest.mark.parametrize(("door", "said"), DOORS, ids=[said[:40] for _, said in DOORS])
 def test_a_trainer_that_cannot_distill_would_load_a_model_first(door: Callable[[], Any], said: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
+    with pytest.raises((ValueError, TypeError, OSError, TeacherError), match=re.escape(said)):
         door()
 
 
