@@ -119,7 +119,7 @@ def test_the_base_model_as_reference_begins_to_follow_with_nothing_added(tmp_pat
 
 
 @pytest.mark.parametrize(("settings", "message"), [
-    ({"sync_ref_model": True}, "beta is 0.0: nothing is compared with the reference. Set beta"),
+    ({"sync_ref_model": True}, "no KL term, whose weight is GRPOConfig's beta: nothing is compared with"),
     ({"sync_ref_model": True, "beta": 0.1, "kl_reference": "base"}, "kl_reference is 'base', which stays as it is"),
     ({"ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha is 1.5"), ({"ref_model_sync_steps": 0}, "at least 1"),
 ])
