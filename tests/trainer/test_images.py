@@ -1,6 +1,8 @@
 """GRPO on rows with images, from the loader to the adapter that plain transformers and PEFT read."""
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -232,9 +234,13 @@ def test_a_small_copy_of_each_image_is_kept_once_and_the_report_shows_it(tmp_pat
 
 def test_a_teacher_at_a_url_would_be_sent_the_places_of_images_without_them(tmp_path: Path) -> None:
     model, processor = loaded(tmp_path)
-    args = GRPOConfig(output_dir=str(tmp_path / "run"), teacher="http://127.0.0.1:9/v1", **SETTINGS)
-    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/v1 is another model, which gets none of them; take"):
-        GRPOTrainer(model, paid, args, ROWS, processing_class=processor)
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # it is there, and answers nothing
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        args = GRPOConfig(output_dir=str(tmp_path / "run"), teacher=url, **SETTINGS)
+        with pytest.raises(ValueError, match=f"{url} is another model, which gets none of them; take"):
+            GRPOTrainer(model, paid, args, ROWS, processing_class=processor)
+        server.shutdown()
 
 
 def test_a_teacher_would_read_no_images(tmp_path: Path) -> None:
