@@ -287,6 +287,8 @@ def check_same_tokens(student: Any, teacher: Any) -> None:
 
 
 def difference(student: Any, teacher: Any) -> str:
+    """Return the first difference found between two tokenizers: a token with two ids, an id with two tokens, or a text
+    with two encodings; "" if none is found. Tokens that only one of them has do not count."""
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     names = {number: token for token, number in theirs.items()}
     for token, number in ours.items():

@@ -118,6 +118,7 @@ def options_of(config: GRPOConfig) -> dict[str, Any]:
 
 
 def server_of(config: GRPOConfig, given: "ServedTeacher | None") -> "ServedTeacher":
+    """Return the teacher at the config's URL, or the `given` one. ValueError if it tells another number of tokens."""
     from lowmem_grpo.engines.served_teacher import ServedTeacher  # imports openai
 
     teacher = given or ServedTeacher(str(config.teacher), top_k=config.distillation_topk or 1)
@@ -136,6 +137,7 @@ def served_by(config: GRPOConfig, trained: TrainedModel, given: "ServedTeacher |
 
 
 def prompts_of(config: GRPOConfig) -> type[TeacherPrompts]:
+    """Return the class that decides what the teacher reads, by the templates that the config has."""
     if hasattr(config, "teacher_prompt_template"):
         return PrivilegedPrompts
     return SuccessPrompts if hasattr(config, "reprompt_template") else TeacherPrompts

@@ -70,6 +70,8 @@ def plain(messages: Any) -> list[Message]:
 
 
 def message_of(message: Any, place: str) -> Message:
+    """Return a checked message with the role that chat templates know. ChatError (400), which names the `place` as
+    OpenAI does, for another role or content."""
     if not isinstance(message, Mapping) or message.get("role") not in [*ROLES]:
         role = message.get("role") if isinstance(message, Mapping) else message
         raise ChatError(400, f"{place}.role is {shown(role)}; allowed are {', '.join(ROLES)}", f"{place}.role")
@@ -221,6 +223,7 @@ class CompletionRequest(Body, extra="forbid"):
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]] | None:
+    """Return the checked tools of a chat, in OpenAI's form; None for none. ChatError (400) for the first other one."""
     for at, tool in enumerate(tools or []):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         if not (isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]
