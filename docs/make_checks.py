@@ -113,8 +113,10 @@ METRICS = {
         "vespo/phi_seq_mean": "vespo: mean weight of a sequence",
         "ratio/p01, ratio/p50, ratio/p99": "1st, 50th and 99th percentile of the importance ratio, over tokens",
         "grad_norm": "norm of the gradient before clipping",
-        "grad_norm/MODULE": "`grad_norm` of one kind of projection, such as `q_proj`",
+        "grad_norm/MODULE": "`grad_norm` of one kind of projection, such as `q_proj`, or of a module that is "
+                            "trained beside LoRA, such as `lm_head`",
         "learning_rate": "learning rate of the last step",
+        "learning_rate/MODULE": "`learning_rate` of a module that is trained beside LoRA",
         "optimizer/skipped": "1 if the optimizer step was skipped, because of NaN, infinity or a missing gradient",
         "nonfinite/rollouts": "completions of the step with NaN or infinity",
         "nonfinite/steps": "optimizer steps skipped so far because of NaN or infinity",

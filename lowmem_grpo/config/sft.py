@@ -19,7 +19,6 @@ FIXED: Table = EVERY_TRAINER | {
     **only("Sequences are always packed, without padding and without seeing each other; leave it out.", pad_token=None,
            padding_free=(True, False), num_of_sequences=(None, 1024), chars_per_token=(None, 3.6)),
     **any_value("dataset_batch_size", usual=1000),
-    **any_value("embedding_learning_rate"),  # embeddings stay frozen: training them is refused
     **at_default("Smoothing is not supported; leave it out.", "label_smoothing_factor"),
     **only("What layers keep waits on the host unless use_gradient_checkpointing says otherwise in get_peft_model.",
            activation_offloading=(False, True)),

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -61,8 +62,9 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
     evaluated: ClassVar[str] = "loss"  # the evaluation metric that ranks checkpoints by default
     READ_ONCE: ClassVar[tuple[str, ...]] = (
         "output_dir", "seed", "data_seed", "shuffle_dataset", "max_steps", "num_train_epochs", "report_to", "optim",
-        "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay", "adam_beta1",
-        "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
+        "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "embedding_learning_rate",
+        "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs",
+        "warmup_steps", "warmup_ratio")
     """Not a field: settings that a trainer reads when it is made, and never again."""
     home: ClassVar[str] = ""
     """Not a field: the folder in which the trainer was made, to which relative paths belong."""
@@ -91,6 +93,8 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
 
     # optimizer
     learning_rate: float = 1e-6
+    embedding_learning_rate: float | None = None
+    """Unsloth's: the learning rate of embedding and head, or of rows of them, trained beside LoRA; None: as LoRA's."""
     optim: str = "adamw_torch_fused"
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -165,7 +169,8 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
         "num_train_epochs": POSITIVE, "per_device_train_batch_size": COUNT, "gradient_accumulation_steps": COUNT,
         "max_tokens_per_micro_batch": COUNT, "logits_chunk": COUNT,
         "lr_scheduler_kwargs": utils.OF_KINDS[dict], "model_init_kwargs": utils.OF_KINDS[dict],
-        "chat_template_kwargs": TEMPLATE_VARIABLES, "learning_rate": ZERO_OR_MORE, "optim": one_of(*OPTIMIZER_BYTES),
+        "chat_template_kwargs": TEMPLATE_VARIABLES, "learning_rate": ZERO_OR_MORE,
+        "embedding_learning_rate": POSITIVE, "optim": one_of(*OPTIMIZER_BYTES),
         "adam_beta1": utils.DECAY, "adam_beta2": utils.DECAY, "adam_epsilon": ZERO_OR_MORE,
         "weight_decay": ZERO_OR_MORE, "max_grad_norm": (f"{POSITIVE[0]} (1e9 clips nothing)", POSITIVE[1]),
         "lr_scheduler_type": one_of(*SCHEDULERS), "warmup_steps": ZERO_OR_MORE, "warmup_ratio": utils.SHARE,
@@ -265,10 +270,15 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
             raise AttributeError(f"{type(self).__name__} has no option {name!r}{advice}")
         return fixed.allowed(name)[0]
 
-    @property
-    def group_settings(self) -> dict[str, dict[str, float]]:
-        """Settings of the optimizer, such as `lr`, for modules that are trained beside LoRA, by their names."""
-        return {}
+    def group_settings(self, modules: Iterable[str]) -> dict[str, dict[str, float]]:
+        """Return settings of the optimizer, such as `lr`, for the modules that are trained beside LoRA, by their names.
+        ValueError if `embedding_learning_rate` is set and there are none."""
+        rate = self.embedding_learning_rate
+        settings = {module: {} if rate is None else {"lr": rate} for module in modules}
+        if rate is not None and not settings:
+            raise ValueError(f"embedding_learning_rate is {rate}, and the model trains LoRA alone: name embed_tokens "
+                             "and lm_head in get_peft_model's modules_to_save, or leave it out")
+        return settings
 
     @property
     def batch_size(self) -> int:

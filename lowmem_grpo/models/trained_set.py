@@ -67,6 +67,11 @@ class TrainedSet(tuple[TrainedWeight, ...]):
     def parameters(self) -> list[nn.Parameter]:
         return [weight.parameter for weight in self]
 
+    @property
+    def modules(self) -> list[str]:
+        """The names of the modules that are trained beside LoRA, or of whose rows some are; each name once."""
+        return list(dict.fromkeys(weight.group for weight in self if weight.group))
+
     def values(self) -> dict[str, Tensor]:
         """Return {name: parameter}, detached but not copied."""
         return {weight.name: weight.parameter.detach() for weight in self}

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from transformers import get_scheduler
 
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.models.trained_set import TrainedSet
+from lowmem_grpo.models.trained_set import MODULE, TrainedSet
 
 WITHOUT_OPTIONS = ("linear", "constant", "constant_with_warmup")
 ALIGNED = 64  # bytes: any dtype may begin there
@@ -46,7 +46,11 @@ def own_or_made(
         if not any(id(parameter) in held for parameter in trained.parameters):
             raise ValueError("the optimizer in optimizers holds no parameter of the adapter; make it after "
                              "get_peft_model, of [p for p in model.parameters() if p.requires_grad]")
-    made = make_optimizer(trained.groups(config.group_settings), config) if optimizer is None else optimizer
+        if config.embedding_learning_rate is not None:
+            raise ValueError(f"embedding_learning_rate is {config.embedding_learning_rate}, and optimizers brings its "
+                             "own rates: set it there, as the lr of a group, and leave it out here")
+    groups = trained.groups(config.group_settings(trained.modules))
+    made = make_optimizer(groups, config) if optimizer is None else optimizer
     return made, scheduler or make_scheduler(made, config, total_steps)
 
 
@@ -103,10 +107,10 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[str, float]]:
     """Return the norm of all gradients, on their device, and the norms to log as numbers: of all gradients, and of each
-    adapted projection over all layers (`grad_norm/q_proj`)."""
+    adapted projection over all layers and each module beside (`grad_norm/q_proj`, `grad_norm/lm_head`)."""
     groups: dict[str, list[Tensor]] = {"other": []}
     for name, parameter in parameters.items():
-        match = PROJECTION.search(name)
+        match = PROJECTION.search(name) or MODULE.search(name)
         if parameter.grad is not None:
             groups.setdefault(match[1] if match else "other", []).append(parameter.grad)
     norms = {name: torch.nn.utils.get_total_norm(gradients) for name, gradients in groups.items() if gradients}

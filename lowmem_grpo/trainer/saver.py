@@ -20,7 +20,7 @@ from lowmem_grpo.trainer.step_accumulator import RandomStates
 
 logger = logging.getLogger(__name__)
 SAVED = "Saved"  # the first word of the note on an error
-OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+OF_OPTIMIZER = ("learning_rate", "embedding_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class Saver:

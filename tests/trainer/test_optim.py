@@ -20,13 +20,15 @@ from lowmem_grpo.trainer.optim import OptimizerCopy, allocates_each_step, gradie
 
 def test_a_trained_parameter_that_is_no_adapters_is_in_the_norms() -> None:
     parameters = {name: torch.nn.Parameter(torch.zeros(3)) for name in (
-        "layers.0.q_proj.lora_A.default.weight", "layers.1.q_proj.lora_B.default.weight", "norm.weight", "unused")}
-    for number, parameter in enumerate(list(parameters.values())[:3]):
+        "layers.0.q_proj.lora_A.default.weight", "layers.1.q_proj.lora_B.default.weight", "norm.weight",
+        "lm_head.modules_to_save.default.weight", "unused")}
+    for number, parameter in enumerate(list(parameters.values())[:4]):
         parameter.grad = torch.full((3,), float(number + 1))
     total, metrics = gradient_norms(parameters)
-    expected = {"grad_norm": 42**0.5, "grad_norm/q_proj": 15**0.5, "grad_norm/other": 27**0.5}
+    expected = {"grad_norm": 90**0.5, "grad_norm/q_proj": 15**0.5, "grad_norm/other": 27**0.5,
+                "grad_norm/lm_head": 48**0.5}
     assert metrics == pytest.approx(expected, rel=1e-3)
-    assert total.item() == pytest.approx(42**0.5, rel=1e-3)
+    assert total.item() == pytest.approx(90**0.5, rel=1e-3)
 
 
 def test_the_usual_optimizer_is_transformers_own_and_a_step_of_it_takes_no_memory_on_a_card(tmp_path: Path) -> None:
