@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lowmem_grpo.integrations.unsloth_names import PatchFastRL, unsloth_train
     from lowmem_grpo.loader import FastLanguageModel, FastModel, FastVisionModel
     from lowmem_grpo.models.card_check import is_bfloat16_supported
+    from lowmem_grpo.models.new_tokens import add_new_tokens
     from lowmem_grpo.rollout.rollout_func import generate_rollout_completions
     from lowmem_grpo.trainer.distillation import DistillationTrainer, SDFTTrainer, SDPOTrainer
     from lowmem_grpo.trainer.grpo import GRPOTrainer, RLOOTrainer
@@ -21,8 +22,8 @@ __version__ = "0.1.0"
 __all__ = [
     "DistillationConfig", "DistillationTrainer", "FastLanguageModel", "FastModel", "FastVisionModel", "GRPOConfig",
     "GRPOTrainer", "PatchFastRL", "RLOOConfig", "RLOOTrainer", "SDFTConfig", "SDFTTrainer", "SDPOConfig",
-    "SDPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams", "generate_rollout_completions", "get_chat_template",
-    "is_bfloat16_supported", "standardize_data_formats", "standardize_sharegpt", "unsloth_train",
+    "SDPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams", "add_new_tokens", "generate_rollout_completions",
+    "get_chat_template", "is_bfloat16_supported", "standardize_data_formats", "standardize_sharegpt", "unsloth_train",
     "vLLMSamplingParams",
 ]
 
@@ -35,7 +36,8 @@ HOMES = {
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "trainer.grpo"), "SFTTrainer": "trainer.sft",
     **dict.fromkeys(("DistillationConfig", "SDFTConfig", "SDPOConfig"), "config.distillation"),
     **dict.fromkeys(("DistillationTrainer", "SDFTTrainer", "SDPOTrainer"), "trainer.distillation"),
-    "is_bfloat16_supported": "models.card_check", "generate_rollout_completions": "rollout.rollout_func",
+    "is_bfloat16_supported": "models.card_check", "add_new_tokens": "models.new_tokens",
+    "generate_rollout_completions": "rollout.rollout_func",
 }
 
 

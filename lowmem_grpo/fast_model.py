@@ -58,6 +58,7 @@ class Loaded:
     mlp_tile: int | None = None  # tokens, as given to get_peft_model; None: the run's memory plan decides
     revision: str | None = None  # the model's revision on the hub
     vocabulary: int | None = None  # rows of the stored embedding
+    new_tokens: list[int] = field(default_factory=list)  # tokens whose rows in embedding and head were not stored
     sha256: str | None = None  # of the model's GGUF file, if it was loaded from one
     processor: Any = None  # of a model of images: its tokenizer and image processor
     stop_ids: tuple[int, ...] = ()  # end tokens of the last training besides the usual ones
@@ -172,6 +173,17 @@ class BareModel(FastGeneration, nn.Module):
             raise ValueError("this model has LoRA now: sample with the model that get_peft_model returned")
         return super().engine(policy, tokenizer)
 
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None,
+                                mean_resizing: bool = True) -> nn.Module:
+        """Resize embedding and head, and return the embedding, as transformers does; new rows are the mean of the old
+        ones. `add_new_tokens` also adds the tokens. Raises ValueError for what is not supported."""
+        from lowmem_grpo.models.new_tokens import resize_to
+
+        if not mean_resizing:
+            raise ValueError("mean_resizing=False: new rows are the mean of the old ones here; leave it out, and write "
+                             "other values into model.get_input_embeddings().weight afterwards")
+        return resize_to(self, new_num_tokens, pad_to_multiple_of)
+
     def save_lora(self, path: str | Path) -> None:
         raise ValueError(NO_LORA.format("save_lora"))
 
@@ -203,6 +215,11 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         folder = folder_at("save_directory", save_directory)
         with explained(folder):
             self.write_adapter(str(folder), *args, **kwargs)
+
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> None:
+        from lowmem_grpo.models.new_tokens import AFTER_LORA
+
+        raise ValueError(AFTER_LORA)
 
     def write_adapter(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
         """Write what `save_pretrained` writes."""

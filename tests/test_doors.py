@@ -20,7 +20,7 @@ NAMES = {  # module -> names; a folder's name that was a module's offers what th
     "lowmem_grpo": "FastLanguageModel FastModel FastVisionModel FastQwen2Model GRPOConfig GRPOTrainer PatchFastRL "
                    "SFTConfig SFTTrainer SamplingParams UnslothTrainer UnslothTrainingArguments is_bf16_supported "
                    "generate_rollout_completions is_bfloat16_supported unsloth_train vLLMSamplingParams "
-                   "pictures rewards kernels __version__",
+                   "add_new_tokens pictures rewards kernels __version__",
     "lowmem_grpo.kernels": " ".join(lowmem_grpo.kernels.__all__),
     "lowmem_grpo.rewards": " ".join(lowmem_grpo.rewards.__all__),
     "lowmem_grpo.agents": " ".join([*lowmem_grpo.agents.__all__, *lowmem_grpo.agents.MODULES]),

@@ -1,10 +1,11 @@
 """What may be trained beside LoRA on linear layers: nothing, so far. The options of get_peft_model, the settings of a
 LoraConfig, the parameters of a model and the tensors in an adapter's file are judged here, and nowhere else."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from lowmem_grpo.config.unsupported import Table, any_value, is_off, off
+from lowmem_grpo.utils import count_text
 
 BESIDE: Table = {  # options of get_peft_model, and settings of a LoraConfig
     **off("Only LoRA weights are trained; name modules in target_modules instead.", "modules_to_save"),
@@ -53,9 +54,16 @@ def faults_beside(config: Any, names: Iterable[str]) -> Iterator[str]:
     yield from (f"lacks {module}, which its modules_to_save names" for module in sorted(missing))
 
 
-def check_rows(stored: int | None, rows: int) -> None:
-    """Raise ValueError if an embedding has other than the `stored` rows, since an adapter cannot hold the new ones."""
-    if stored not in (None, rows):
-        raise ValueError(f"the model's embedding was resized from {stored} to {rows} rows, which a LoRA adapter cannot "
-                         "hold: save the resized model and its tokenizer in a folder (save_pretrained of both), load "
-                         "that as the model, and train it")
+def check_rows(stored: int | None, rows: int, untrained: Sequence[int] = ()) -> None:
+    """Raise ValueError if an embedding has fewer than the `stored` rows, or if rows of new tokens are not trained, in
+    embedding and head, since an adapter holds only rows that it trains."""
+    if untrained:
+        whole = f"list(range({untrained[0]}, {untrained[-1] + 1}))"
+        ids = whole if len(untrained) == untrained[-1] + 1 - untrained[0] > 3 else str([*untrained])
+        raise ValueError(f"{count_text(len(untrained), 'new token')} would not be trained, and an adapter holds only "
+                         f"rows that it trains. With ids = {ids}, give get_peft_model or LoraConfig "
+                         'trainable_token_indices={"embed_tokens": ids, "lm_head": ids} (for a tied model just ids); '
+                         'or train both matrices, with modules_to_save=["embed_tokens", "lm_head"]')
+    if stored is not None and rows < stored:
+        raise ValueError(f"the model's embedding was cut from {stored} to {rows} rows, which no adapter can say: save "
+                         "model and tokenizer in a folder (save_pretrained of both), load that, and train it")

@@ -41,7 +41,8 @@ FROM_PRETRAINED: Table = BOTH | {
            auto_model=(None, "AutoModelForCausalLM")),
     **off("The tokenizer is the model's own: for another one pass processing_class to the trainer.", "tokenizer_name",
           "tokenizer_revision"),
-    **off("Layers and vocabulary stay as they are stored; leave it out.", "model_patcher", "resize_model_vocab"),
+    **off("Layers stay as they are stored; leave it out.", "model_patcher"),
+    **off("Call model.resize_token_embeddings(n) or add_new_tokens after loading.", "resize_model_vocab"),
     **any_value("max_lora_rank", "random_state"),  # get_peft_model takes any rank, and the seed
     **any_value("use_exact_model_name", "fix_tokenizer", "text_only", "return_logits"),  # always done
     **any_value("disable_log_stats", "unsloth_vllm_standby"),  # stats are never printed, standby is always on

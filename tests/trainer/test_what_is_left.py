@@ -13,7 +13,15 @@ from small_models import random_model, shallow
 from trainer_runs import ROWS, SMALL, digit_sum, load, make
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerCallback
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SamplingParams, SFTConfig, SFTTrainer
+from lowmem_grpo import (
+    FastLanguageModel,
+    GRPOConfig,
+    GRPOTrainer,
+    SamplingParams,
+    SFTConfig,
+    SFTTrainer,
+    add_new_tokens,
+)
 from lowmem_grpo.cli import eval as eval_command
 from lowmem_grpo.cli import playing
 from lowmem_grpo.data.prompt_inputs import encode
@@ -180,13 +188,19 @@ def brought(tokenizer: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("build", [resized_first, resized_last, brought])
-def test_a_resized_embedding_is_refused_before_anything_is_trained_or_written(
+def with_new_tokens(tokenizer: Any) -> Any:
+    model, _ = FastLanguageModel.from_pretrained(str(SHALLOW), max_seq_length=128, load_in_4bit=False)
+    add_new_tokens(model, tokenizer, [f"<newer {number}>" for number in range(38)])
+    return FastLanguageModel.get_peft_model(model, r=2)
+
+
+@pytest.mark.parametrize("build", [resized_first, resized_last, brought, with_new_tokens])
+def test_new_tokens_that_are_not_trained_are_refused_before_anything_is_trained_or_written(
     build: Callable[[Any], Any], tmp_path: Path
 ) -> None:
     tokenizer = changed(99)
     lora = LORA if build is brought else None
-    with pytest.raises(ValueError, match=r"resized from 384 to 422 rows.*save the resized model and its tokenizer"):
+    with pytest.raises(ValueError, match=r"new tokens would not be trained.*list\(range\(384, 4.*trainable_token"):
         GRPOTrainer(build(tokenizer), digit_sum, GRPOConfig(output_dir=str(tmp_path / "run"), **SMALL), ROWS,
                     processing_class=tokenizer, peft_config=lora)
     assert not (tmp_path / "run").exists()

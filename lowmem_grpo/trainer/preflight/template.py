@@ -216,8 +216,8 @@ def unknown_ids(subject: Subject) -> Iterator[Finding]:
     """Find end, padding or prompt tokens whose ids are beyond the model's vocabulary. The model would fail on them,
     or never sample them."""
     rows, tokenizer = int(subject.policy.base.get_input_embeddings().weight.shape[0]), subject.tokenizer
-    fix = ("use the model's own tokenizer. For tokens that you add, resize the model's embedding, save model and "
-           "tokenizer in a folder, and load that")
+    fix = ("use the model's own tokenizer, or add tokens to it and to the model with lowmem_grpo.add_new_tokens before "
+           "get_peft_model")
     ends = sorted(end for end in subject.end_ids if end >= rows)
     if ends:
         severity = "error" if len(ends) == len(subject.end_ids) and not subject.end_texts else "warning"

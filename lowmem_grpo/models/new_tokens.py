@@ -1,0 +1,140 @@
+"""Rows of a model's embedding and head for new tokens. They are put in before LoRA, and an adapter holds them only if
+it trains them."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from peft.utils import ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
+from torch import Tensor, nn
+
+from lowmem_grpo.memory.offload.embedding import HostEmbedding, tables
+from lowmem_grpo.models.policy import check_linear
+from lowmem_grpo.runs.checkpoint_state import ADAPTER
+from lowmem_grpo.utils import COUNT, SHARE, count_text, one_of, require
+
+logger = logging.getLogger(__name__)
+AFTER_LORA = ("the model has LoRA already, which was made for its vocabulary as it is: load the model again, add the "
+              "tokens, and then call get_peft_model")
+
+
+def add_new_tokens(model: Any, tokenizer: Any, new_tokens: Sequence[str] = (), method: str = "mean",
+                   interpolation: float = 0.5) -> None:
+    """Add tokens to a tokenizer, and rows for them to a model that FastLanguageModel.from_pretrained returned, as
+    Unsloth's function of this name does. Rows without a token are used first; then embedding and head are resized.
+
+    A new row is the mean of all old ones or, with method="interpolation", (1 - interpolation) times this mean plus
+    `interpolation` times the mean row of the tokens that the new one's text had so far. Tokens that the tokenizer has
+    already are left as they are, with a warning. To train the new rows, name them in `trainable_token_indices` of
+    get_peft_model, or name embedding and head in `modules_to_save`. Raises TypeError for another model, and ValueError
+    for a model with LoRA or with a quantized head."""
+    texts = isinstance(new_tokens, list | tuple) and all(isinstance(token, str) and token for token in new_tokens)
+    if not texts or not new_tokens:
+        raise ValueError(f"new_tokens is {new_tokens!r:.200}; it must be a list of texts, such as ['<think>']. For an "
+                         "AddedToken call tokenizer.add_tokens, and then model.resize_token_embeddings(len(tokenizer))")
+    require("method", method, one_of("mean", "interpolation"))
+    require("interpolation", interpolation, SHARE)
+    loaded, tokenizer = loaded_of(model), getattr(tokenizer, "tokenizer", tokenizer)  # inside of a processor
+    known, rows = tokenizer.get_vocab(), len(model.get_input_embeddings().weight)
+    fresh = [token for token in dict.fromkeys(new_tokens) if known.get(token, rows) >= rows]
+    if old := [token for token in new_tokens if token not in fresh]:
+        logger.warning("add_new_tokens: the tokenizer has %s already; they stay as they are", ", ".join(map(repr, old)))
+    if not fresh:  # also a notebook cell that was run twice
+        return
+    check_resizable(model, len(tokenizer) + len(fresh) > rows)
+    share = interpolation if method == "interpolation" else 0.0
+    pieces = [[piece for piece in tokenizer(token, add_special_tokens=False).input_ids if piece < rows]
+              for token in fresh]
+    means = [mean_row(weight) for weight in matrices(model.inner)]
+    tokenizer.add_tokens(fresh)
+    ids = tokenizer.convert_tokens_to_ids(fresh)
+    if max(ids) >= rows:
+        resize(model, max(ids) + 1)
+    for weight, mean in zip(matrices(model.inner), means, strict=True):
+        for place, written in zip(ids, pieces, strict=True):
+            own = weight.data[written].mean(0, dtype=torch.float32) if written else mean
+            weight.data[place] = ((1 - share) * mean + share * own).to(weight.dtype)
+    loaded.tokenizer, loaded.new_tokens = tokenizer, sorted({*loaded.new_tokens, *ids})
+    logger.info("added %s: %s. For get_peft_model: trainable_token_indices=%s trains them",
+                count_text(len(fresh), "token"), ", ".join(map(repr, fresh)), ids)
+
+
+def resize_to(model: Any, rows: int | None, multiple: int | None) -> nn.Module:
+    """Do what resize_token_embeddings of transformers does, and return the embedding. Old rows are kept, with a warning
+    if fewer were asked for; ValueError for fewer than the tokenizer has tokens."""
+    loaded, held = loaded_of(model), len(model.get_input_embeddings().weight)
+    rows, multiple = held if rows is None else rows, multiple or 1
+    require("new_num_tokens", rows, COUNT)
+    require("pad_to_multiple_of", multiple, COUNT)
+    check_resizable(model, rows > held)
+    if rows < len(loaded.tokenizer):
+        raise ValueError(f"new_num_tokens is {rows}, and the tokenizer has {len(loaded.tokenizer)} tokens; give as "
+                         "many or more")
+    rows = -(-rows // multiple) * multiple
+    if rows < held:
+        logger.warning("the embedding keeps its %d rows, of which %d were asked for: rows that are stored stay, and "
+                       "tokens may use them", held, rows)
+    elif rows > held:
+        resize(model, rows)
+    embedding: nn.Module = model.get_input_embeddings()
+    return embedding
+
+
+def resize(model: Any, rows: int) -> None:
+    """Add rows to embedding and head, with the mean of the old ones, and record them as those of new tokens."""
+    base, table = model.inner, model.get_input_embeddings()
+    held, means = len(table.weight), [mean_row(weight) for weight in matrices(base)]
+    model.close_engine()
+    if isinstance(table, HostEmbedding):
+        base.set_input_embeddings(nn.Embedding.from_pretrained(table.weight.data))
+    with torch.random.fork_rng():  # transformers draws rows
+        base.resize_token_embeddings(rows, mean_resizing=False)
+    if isinstance(table, HostEmbedding):
+        table.weight = base.get_input_embeddings().weight
+        base.set_input_embeddings(table)
+    for weight, mean in zip(matrices(base), means, strict=True):
+        weight.data[held:] = mean.to(weight.dtype)
+    model.loaded.new_tokens = sorted({*model.loaded.new_tokens, *range(held, rows)})
+
+
+def loaded_of(model: Any) -> Any:
+    """Return what was loaded with a model of ours; TypeError for another model."""
+    if not hasattr(model, "loaded"):
+        raise TypeError(f"the model is a {type(model).__name__}; take the one that FastLanguageModel.from_pretrained "
+                        "returned")
+    return model.loaded
+
+
+def check_resizable(model: Any, grows: bool) -> None:
+    """Raise ValueError for a model with LoRA, or whose head is no plain linear layer. One with an embedding for each
+    layer may not grow."""
+    if hasattr(model.inner, "peft_config"):
+        raise ValueError(AFTER_LORA)
+    check_linear(model.inner.get_output_embeddings())
+    if grows and len(tables(model.inner)) > 1:
+        raise ValueError("the layers of this model have embeddings of their own, which no adapter holds, so it has to "
+                         "keep its rows: take tokens that the tokenizer has, such as <unused0>")
+
+
+def matrices(base: Any) -> list[nn.Parameter]:
+    """Return the weights (V, D) of embedding and head; one if they are tied."""
+    table, head = base.get_input_embeddings().weight, base.get_output_embeddings().weight
+    return [table] if head is table else [table, head]
+
+
+def mean_row(weight: Tensor) -> Tensor:
+    """Return the mean (D,) of the rows (V, D) in float32, without those that are all zero, which no text has trained
+    (Unsloth leaves them out too)."""
+    return weight.data.sum(0, dtype=torch.float32) / weight.data.any(1).sum()
+
+
+def untrained(model: Any, tokens: Iterable[int]) -> list[int]:
+    """Return those of the tokens whose rows in embedding and head are not both trained."""
+    found: set[int] = set()
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        rows = module.token_adapter.token_indices[ADAPTER] if isinstance(module, TrainableTokensWrapper) else ()
+        if not isinstance(module, ModulesToSaveWrapper):
+            found |= {*tokens} - {*rows}
+    return sorted(found)
