@@ -235,7 +235,9 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         """Return which base model the adapter has, and how its weights are held."""
         base: Any = self.get_base_model()
         held, in_fp8 = next(linears_in_4bit(base), None), form_of(base) == FP8 and form_in_fp8(base)
-        dtype = base.get_input_embeddings().weight.dtype if held is None else held.weight.quant_state.dtype
+        embedding = base.get_input_embeddings()
+        dtype = getattr(embedding, "original_module", embedding).weight.dtype
+        dtype = dtype if held is None else held.weight.quant_state.dtype
         return BaseRecord(self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision,
                           in_fp8, self.loaded.sha256)
 
@@ -273,6 +275,12 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         if not any_base:
             check_base(folder, self.loaded.name, self.loaded.revision, self.loaded.sha256)
         return LoraRequest(folder)
+
+    def unload(self) -> Any:
+        """Return the base model without the adapter, as PEFT does; rows that were trained have the base's values."""
+        tuner: Any = self.base_model
+        tuner.disable_adapter_layers()
+        return tuner.unload()
 
     def current_lora(self) -> LoraRequest:
         """Return a request for the model's adapter, with the weights that it has when `fast_generate` is called."""
@@ -335,11 +343,17 @@ def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = 
     tile = check_tile(mlp_tile, mode)
     check_config(model.inner, config)
     config.fan_in_fan_out = False  # as PEFT sets it for its own linear layers
+    config.modules_to_save, config.trainable_token_indices = (
+        config.modules_to_save or None, config.trainable_token_indices or None)
     use_kernel_layers(config, model.inner)
     model.close_engine()  # its modules are about to be wrapped
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft_model = FastPeftModel(model.inner, config)
+    if config.modules_to_save or config.trainable_token_indices:
+        from lowmem_grpo.models.trained_embedding import prepare_embeddings
+
+        prepare_embeddings(peft_model)
     peft_model.loaded = loaded = model.loaded
     loaded.offload, loaded.auto, loaded.mlp_tile = mode in ("offload", AUTO), mode == AUTO, mlp_tile
     make_lean(model.inner, tile)

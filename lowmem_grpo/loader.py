@@ -194,6 +194,10 @@ class FastLanguageModel:
         `exclude_modules`, `layers_pattern`, `rank_pattern`, `alpha_pattern` and `init_lora_weights` (True, False,
         "gaussian", "orthogonal", "eva") mean what they mean in PEFT's LoraConfig.
 
+        `modules_to_save=["embed_tokens", "lm_head"]`, or these names in `target_modules`, trains embedding and head
+        whole, and `trainable_token_indices` (ids, or a dict of ids by module) only the rows of these tokens. A tied
+        embedding and head stay one matrix.
+
         `finetune_attention_modules=False` omits the linear layers of attention, `finetune_mlp_modules=False` all
         others. `layers_to_transform` lists the layers, by number, that get LoRA; `finetune_last_n_layers` takes the
         last n.
@@ -206,7 +210,7 @@ class FastLanguageModel:
         """
         asked = {name: value for name, value in locals().items() if name not in ("cls", "model")}
         check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
-        check_given(locals(), LORA)
+        check_given(dict.fromkeys(LORA) | options | locals(), LORA)
         require("random_state", random_state, SEED)
         for part, chosen in (("language_layers", finetune_language_layers), ("mlp_modules", finetune_mlp_modules),
                              ("attention_modules", finetune_attention_modules)):
@@ -225,7 +229,8 @@ class FastLanguageModel:
             raise ValueError("finetune_vision_layers=True: the tower of a model of images stays frozen here, as in "
                              "GRPO elsewhere; leave it out, which trains the language layers. Tower and language are "
                              "trained together by TRL's or Unsloth's SFT")
-        target_modules, beside = settings_beside(target_modules, options)
+        tied = getattr(model.inner.config.get_text_config(), "tie_word_embeddings", False)
+        target_modules, beside = settings_beside(target_modules, options, tied)
         scope = Scope(finetune_language_layers, finetune_attention_modules, finetune_mlp_modules, layers_to_transform,
                       finetune_last_n_layers)
         if max_seq_length not in (None, UNSLOTHS_LENGTH, model.loaded.max_seq_length):

@@ -130,11 +130,11 @@ REFUSALS = {  # an option, and a value that asks for what is not done here
     "whisper_language": "English", "whisper_task": "transcribe", "auto_config": {}.__class__, "model_types":
     ["llama"], "auto_model": AutoConfig, "tokenizer_name": "other", "tokenizer_revision": "v2",
     "max_memory": {0: "1GiB"}, "model_patcher": AutoConfig, "target_parameters": ["experts"],
-    "modules_to_save": ["lm_head"], "loftq_config": {"loftq_bits": 4}, "use_dora": True,
+    "loftq_config": {"loftq_bits": 4}, "use_dora": True,
     "task_type": "SEQ_CLS", "offload_layers": 4, "block_swap_layers": 2,
     "prefetch_depth": 2, "rope_parameters": {"rope_type": "linear"}, "max_num_batched_tokens": 4096,
     "device_map_planner_kwargs": {"a": 1}, "on_model_resolved": print,
-    "trainable_token_indices": [1], "checkpoint_skip_layers": 3, "layer_replication": [[0, 2]], "inference_mode": True,
+    "checkpoint_skip_layers": 3, "layer_replication": [[0, 2]], "inference_mode": True,
     **dict.fromkeys(("lora_bias", "use_bdlora", "use_qalora"), True), "alora_invocation_tokens": [1],
     **{f"{kind}_config": {"rho": 1.0} for kind in ("arrow", "corda", "eva", "kasa", "lora_ga", "monteclora", "velora")},
 }
@@ -232,7 +232,7 @@ def test_every_option_of_unsloth_is_accepted_at_unsloths_own_default(loader: typ
     ({"rank_pattern": {"x": "y"}}, "it must be a dict of numbers"),
     ({"bias": "all"}, 'only "none" is supported'), ({"max_seq_length": 64}, "loaded with 128"),
     ({"target_modules": ["q_proj", "qkv_proj"]}, r"\['qkv_proj'\], which this model does not have"),
-    ({"target_modules": ["q_proj", "lm_head"]}, "the head and the embedding stay frozen"),
+    ({"target_modules": ["lm_head"]}, "name linear layers too"),
     ({"target_modules": "q_proj"}, "all-linear"), ({"finetune_language_layers": False}, "leaves nothing to train"),
     ({"finetune_attention_modules": False, "finetune_mlp_modules": False}, "leaves nothing to train"),
     *(({f"finetune_{part}": None}, f"finetune_{part} is None; it must be True or False")

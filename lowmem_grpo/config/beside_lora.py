@@ -1,19 +1,23 @@
-"""What may be trained beside LoRA on linear layers: nothing, so far. The options of get_peft_model, the settings of a
-LoraConfig, the parameters of a model and the tensors in an adapter's file are judged here, and nowhere else."""
+"""What may be trained beside LoRA on linear layers: the embedding and the head, whole or chosen rows. The options of
+get_peft_model, the settings of a LoraConfig, the parameters of a model and the tensors in an adapter's file are judged
+here, and nowhere else."""
 
+import logging
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from lowmem_grpo.config.unsupported import Table, any_value, is_off, off
+from lowmem_grpo.config.unsupported import Table, any_value, is_off
 from lowmem_grpo.utils import count_text
 
-BESIDE: Table = {  # options of get_peft_model, and settings of a LoraConfig
-    **off("Only LoRA weights are trained; name modules in target_modules instead.", "modules_to_save"),
-    **off("Embeddings stay frozen; train LoRA on linear layers.", "trainable_token_indices"),
-    **any_value("ensure_weight_tying"),  # embedding and head stay frozen
-}
-WHOLE = ("lm_head", "embed_tokens")  # modules without LoRA
+# Options of get_peft_model, and settings of a LoraConfig; `models.trained_embedding.check_beside` judges the values
+BESIDE: Table = any_value("modules_to_save", "trainable_token_indices", "ensure_weight_tying")
+WHOLE = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out", "word_embeddings")  # heads and embeddings
+ROWS = ".token_adapter.trainable_tokens_delta"  # end of the name of trained rows in a file
 OF_LORA = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_vector")  # ends of names in a file
+TRAINED = re.compile(r"\.lora_|\.modules_to_save\.[^.]+\.weight$|\.token_adapter\.trainable_tokens_delta\.")
+
+logger = logging.getLogger(__name__)
 
 
 def accepts(setting: str, value: Any) -> bool:
@@ -21,35 +25,53 @@ def accepts(setting: str, value: Any) -> bool:
     return setting in BESIDE and BESIDE[setting].accepts(setting, value)
 
 
-def settings_beside(targets: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def settings_beside(targets: Any, options: dict[str, Any], tied: bool = False) -> tuple[Any, dict[str, Any]]:
     """Return the `target_modules` that get LoRA, and a LoraConfig's settings for what get_peft_model's arguments train
-    beside it."""
-    return targets, {name: value for name, value in options.items() if name in BESIDE and not is_off(value)}
+    beside it. Names of the embedding and the head among the targets mean the whole matrices, as in Unsloth. A tied
+    model has one matrix for both: a line says so."""
+    named = [] if isinstance(targets, str) else [name for name in targets or () if name.rpartition(".")[2] in WHOLE]
+    targets = [name for name in targets if name not in named] if named else targets
+    if named and not targets:
+        raise ValueError(f"target_modules names {' and '.join(named)} only, which are trained whole, beside LoRA: name "
+                         "linear layers too, or leave target_modules out and name these in modules_to_save")
+    beside = {name: value for name, value in options.items() if name in BESIDE and not is_off(value)}
+    saved = beside.pop("modules_to_save", ())
+    if whole := [*dict.fromkeys([*([saved] if isinstance(saved, str) else saved), *named])]:
+        beside["modules_to_save"] = whole
+    if tied and whole and options.get("ensure_weight_tying") is not False:
+        beside["ensure_weight_tying"] = True
+        logger.info("the model ties its embedding to its head: the one matrix is trained for both")
+    return targets, beside
 
 
 def check_targets_of_lora(targets: Collection[str]) -> None:
     """Raise ValueError if a name or a path among the targets is that of a module without LoRA."""
     names = {target.rpartition(".")[2] for target in targets}
-    if frozen := next((name for name in WHOLE if name in names), None):
-        raise ValueError(f"target_modules names {frozen}; the head and the embedding stay frozen here, leave it out")
+    if found := next((name for name in WHOLE if name in names), None):
+        raise ValueError(f"target_modules names {found}; embedding and head get no LoRA here: name it in "
+                         "modules_to_save, which trains it whole")
 
 
 def check_trained(names: Iterable[str]) -> None:
     """Raise ValueError for the name of a trained parameter that has to stay frozen."""
-    if other := next((name for name in names if ".lora_" not in name), None):
-        raise ValueError(f"the model trains {other} beside its LoRA; only LoRA is trained here: freeze it with "
-                         "requires_grad_(False)")
+    if other := next((name for name in names if not TRAINED.search(name)), None):
+        raise ValueError(f"the model trains {other} beside its LoRA; only LoRA, and an embedding and a head, are "
+                         "trained here: freeze it with requires_grad_(False)")
 
 
 def faults_beside(config: Any, names: Iterable[str]) -> Iterator[str]:
     """Yield what is wrong with the tensors of an adapter's file, by name, that are not LoRA's: those that are not of a
     module in the config's `modules_to_save`, and the modules in it that have no tensor."""
     missing = {*(config.modules_to_save or ())}
+    if other := next((name for name in sorted(missing) if name.rpartition(".")[2] not in WHOLE), None):
+        yield f"trains {other} (modules_to_save), and only embedding and head are trained beside LoRA here"
     for name in names:
         layer, lora, _ = name.partition(".lora_")
         modules = {module for module in config.modules_to_save or () if f"{module}." in name and not lora}
+        tied = config.ensure_weight_tying and config.modules_to_save and layer.removesuffix(".weight").endswith(WHOLE)
         missing -= modules
-        if not modules and (layer.endswith(WHOLE) or not name.endswith(OF_LORA)):
+        rows = bool(config.trainable_token_indices) and name.endswith(ROWS)
+        if not (modules or rows or (tied and not lora)) and (layer.endswith(WHOLE) or not name.endswith(OF_LORA)):
             yield f"holds {name}, and only LoRA on linear layers below the head is loaded here"
     yield from (f"lacks {module}, which its modules_to_save names" for module in sorted(missing))
 

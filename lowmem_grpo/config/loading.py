@@ -81,6 +81,7 @@ LORA: dict[str, Rule] = {  # options of get_peft_model, and those that a LoraCon
     "target_modules": utils.TEXTS, **dict.fromkeys(("exclude_modules", "layers_pattern"), utils.PATTERNS),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), utils.PATTERN_NUMBERS),
     "layers_to_transform": utils.WHOLES, "finetune_last_n_layers": utils.WHOLE,
+    "modules_to_save": utils.NAMES, "trainable_token_indices": utils.ROWS, "ensure_weight_tying": utils.TRUTH,
 }
 NO_NAME = ('from_pretrained needs model_name: a name on the hub, such as "Qwen/Qwen2.5-1.5B-Instruct", a folder, or '
            '"tiny", the embedded model that shows how things work')

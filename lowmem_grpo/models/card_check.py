@@ -134,7 +134,8 @@ def compute_dtype(dtype: "torch.dtype | str | None") -> "torch.dtype":
 def mixed_dtype(model: Any, bf16: bool | None, fp16: bool | None) -> "torch.dtype | None":
     """Return the dtype of mixed precision; None if none is requested, or the model already has that dtype. ValueError
     if the model is in another 16-bit dtype."""
-    own: torch.dtype = model.get_input_embeddings().weight.dtype
+    embedding = model.get_input_embeddings()
+    own: torch.dtype = getattr(embedding, "original_module", embedding).weight.dtype  # PEFT may train a wider copy
     wanted = torch.bfloat16 if bf16 else torch.float16 if fp16 else own
     if wanted == own:
         return None

@@ -116,6 +116,7 @@ def check_config(model: Any, config: LoraConfig) -> None:
     rank and alpha patterns that match no layer."""
     if config.layers_to_transform is not None:
         Scope(layers_to_transform=config.layers_to_transform).layers(len(model.get_decoder().layers))
+    check_modules_beside(model, config)
     adapted = adapted_layers(model, config)
     if not adapted:
         chosen = {name: getattr(config, name) for name in ("target_modules", "exclude_modules", "layers_to_transform",
@@ -129,6 +130,14 @@ def check_config(model: Any, config: LoraConfig) -> None:
         used = {get_pattern_key(list(keys), path) for path in adapted}
         for key in keys.keys() - used:
             logger.warning("%s: %r matches no layer with LoRA, and changes nothing", name, key)
+
+
+def check_modules_beside(model: Any, config: LoraConfig) -> None:
+    """Raise ValueError if LoRA's settings train beside it what cannot be trained in this model."""
+    if config.modules_to_save or config.trainable_token_indices:
+        from lowmem_grpo.models.trained_embedding import check_beside
+
+        check_beside(model, config)
 
 
 def check_orthogonal(ranks: list[int], adapted: dict[str, Any]) -> None:

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from peft import PeftModel
-from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,6 +27,9 @@ from lowmem_grpo.models.routes import RouteRecorder, follow_routes, replay_of
 from lowmem_grpo.models.trained_set import TrainedSet
 from lowmem_grpo.models.vision import ImageInputs, store_of, whole_of
 from lowmem_grpo.types import ImageToken, MicroBatch
+
+if TYPE_CHECKING:
+    from lowmem_grpo.models.trained_embedding import TrainedRows
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # the first that a config has is used
 HEAD_ROWS = 4096  # rows of the head in memory at a time in `logits_of`
@@ -48,12 +50,19 @@ class Head:
 
     @property
     def weight(self) -> Tensor:
-        """The weight (V, D) of the active adapter, if it trains one, or of the base."""
+        """The weight (V, D) of the active adapter, if it trains one, or of the base, with the trained rows in it."""
         return self.linear.weight
 
     @property
+    def rows(self) -> "TrainedRows | None":
+        """The rows that are trained now; their gradients do not come through `weight`."""
+        return getattr(getattr(self.linear, "token_adapter", None), "rows", None)
+
+    @property
     def bias(self) -> Tensor | None:  # (V,)
-        return self.linear.bias
+        base: Any = self.linear if self.rows is None else self.linear.original_module
+        bias: Tensor | None = base.bias
+        return bias
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -72,8 +81,9 @@ class Head:
                           for block in blocks])
 
     def block_logits(self, hidden: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        logits = (hidden[places].to(wide) * self.weight[tokens].to(wide)).sum(-1)
+        wide, weights, rows = torch.promote_types(hidden.dtype, torch.float32), self.weight[tokens], self.rows
+        weights = weights if rows is None or not torch.is_grad_enabled() else rows.put(weights, tokens)
+        logits = (hidden[places].to(wide) * weights.to(wide)).sum(-1)
         if (bias := self.bias) is not None:
             logits = logits + bias[tokens]
         logits = logits * self.logit_scale
@@ -81,11 +91,11 @@ class Head:
 
 
 def check_linear(head: Any) -> None:
-    """Raise ValueError unless an output head is a plain torch.nn.Linear, or PEFT's wrapper of one (modules_to_save)."""
-    kind = type(head.original_module if isinstance(head, ModulesToSaveWrapper) else head)
+    """Raise ValueError unless an output head is a plain torch.nn.Linear, or PEFT's wrapper of one that it trains."""
+    kind = type(getattr(head, "original_module", head))
     if kind is not nn.Linear:
         raise ValueError(f"the output head is a {kind.__name__}; a plain torch.nn.Linear is needed, frozen or trained. "
-                         "Leave lm_head out of target_modules, trainable tokens and quantization")
+                         "Leave lm_head out of LoRA and of quantization")
 
 
 def logit_shape(config: Any) -> dict[str, Any]:
@@ -185,7 +195,8 @@ class Policy:
         if row is None and not getattr(base, "_supports_attention_backend", False):
             raise ValueError(f"{type(base).__name__} does not take its attention from transformers' registry, so "
                              f"packed sequences would see each other. {KNOWN}")
-        self.dtype: torch.dtype = base.get_input_embeddings().weight.dtype
+        embedding = base.get_input_embeddings()
+        self.dtype: torch.dtype = getattr(embedding, "original_module", embedding).weight.dtype
         check_dtype(base.config, self.dtype, autocast_dtype)
         use_delta_nets(base)
         text, whole = base.config.get_text_config(), whole_of(base)
@@ -304,7 +315,14 @@ class Policy:
             softcap=head.softcap, return_entropy=True, entropy_grad=entropy_grad, chunk_rows=self.logits_chunk,
             return_best=True,
         )
-        return result[0], result[1], result[2]
+        logprobs, entropy, best = result
+        if (rows := head.rows) is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                logits = head.logits_of(hidden, torch.arange(len(targets), device=targets.device), targets)
+            shape = LogitShape(temperature, head.logit_scale, head.softcap)
+            logprobs, entropy = rows.with_gradients(hidden, targets, head.bias, shape, logits, logprobs, entropy,
+                                                    entropy_grad)
+        return logprobs, entropy, best
 
     def eos_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return all end-of-sequence ids of the tokenizer and the model's generation config."""

@@ -33,7 +33,7 @@ ANY = frozenset((  # settings that may have any value; those without a comment a
     "exclude_modules", "layers_to_transform", "layers_pattern", "lora_bias", "peft_type", "base_model_name_or_path",
     "task_type", "inference_mode", "auto_mapping", "peft_version", "revision", "runtime_config",  # metadata
     "eva_config", "loftq_config", "corda_config", "lora_ga_config",  # only used at initialization
-    "fan_in_fan_out", "megatron_core", "qalora_group_size",  # no effect on LoRA on linear layers
+    "modules_to_tie", "fan_in_fan_out", "megatron_core", "qalora_group_size",  # no effect on LoRA on linear layers
 ))
 OF_FILES = LORA | {  # rules for the settings in a file: PEFT also saves what is not trained here
     "lora_alpha": utils.number("from -1e9 to 1e9", lambda value: abs(value) <= 1e9), "lora_dropout": utils.SHARE,

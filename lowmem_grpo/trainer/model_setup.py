@@ -22,7 +22,7 @@ from lowmem_grpo.memory.families import check_images, has_experts, reads_images
 from lowmem_grpo.models.card_check import use_card
 from lowmem_grpo.models.experts import BROUGHT, routed_blocks, use_routed_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
-from lowmem_grpo.models.lora_targets import Scope, check_plain, check_targets, lora_targets
+from lowmem_grpo.models.lora_targets import Scope, check_modules_beside, check_plain, check_targets, lora_targets
 from lowmem_grpo.models.pretrained import Pretrained, is_quantized, keep_layout
 from lowmem_grpo.models.stored_model import find, resolve, stored_fields
 from lowmem_grpo.models.trained_set import adapter_values
@@ -265,6 +265,8 @@ def plain_lora(model: PeftModel) -> tuple[LoraConfig, dict[str, nn.Parameter]]:
                          "the model again")
     base: Any = model.get_base_model()
     check_targets(base, list(layers))
+    if config is not None:
+        check_modules_beside(base, config)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     check_trained(trained)
     if not trained:

@@ -201,7 +201,7 @@ def test_settings_at_which_peft_would_stop_half_way_are_refused_before_the_model
 EMPTY: list[tuple[dict[str, Any], str]] = [  # a setting, and what is refused; "" where it is done as PEFT does it
     *(({"target_modules": names}, "names nothing to train: name layers") for names in ([], "", (), set())),
     *(({"target_modules": names}, r"names \[''\], which this model does not") for names in ([""], ["q_proj", ""])),
-    ({"modules_to_save": []}, ""), ({"modules_to_save": ["nowhere"]}, r"modules_to_save=\['nowhere'\] is not supp"),
+    ({"modules_to_save": []}, ""), ({"modules_to_save": ["nowhere"]}, "nowhere cannot be trained beside LoRA"),
     *(({"r": rank}, f"r is {rank}; it must be a whole number, from 1 to") for rank in (0, -1, None, True, 2.5)),
     *(({"lora_alpha": alpha}, f"lora_alpha is {alpha}; it must be above 0") for alpha in (0, -1, None)),
     *(({"lora_dropout": share}, f"lora_dropout is {share}; it must be at least 0 and below 1")
@@ -364,7 +364,7 @@ def test_a_pattern_and_the_part_of_the_model_that_is_trained_both_count() -> Non
 @pytest.mark.parametrize(("pattern", "message"), [
     ("q_proj", "matches no module's whole path"), ("(q", r"no regular expression \(missing \)"),
     (r".*norm", r"matches 'model\.layers\.0\.input_layernorm', which is no linear layer"),
-    (r"lm_head|.*q_proj", "names lm_head; the head and the embedding stay frozen"), (".*", "'the model', which is no"),
+    (r"lm_head|.*q_proj", "names lm_head; embedding and head get no LoRA"), (".*", "'the model', which is no"),
 ])
 def test_a_pattern_that_cannot_be_trained_is_refused_by_name(pattern: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

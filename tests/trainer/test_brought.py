@@ -171,7 +171,7 @@ def test_without_target_modules_those_of_peft_are_adapted(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("parts", "error", "message"), [
     ({"peft_config": LoraConfig(use_dora=True)}, ValueError, "peft_config: use_dora=True is not supported"),
     ({"peft_config": LoraConfig(task_type="SEQ_CLS")}, ValueError, 'allowed is "CAUSAL_LM"'),
-    ({"peft_config": LoraConfig(modules_to_save=["lm_head"])}, ValueError, "modules_to_save"),
+    ({"peft_config": LoraConfig(modules_to_save=["norm"])}, ValueError, "norm cannot be trained"),
     ({"peft_config": {"r": 4}}, TypeError, "peft_config is a dict; allowed is peft.LoraConfig"),
     ({"model": "peft"}, ValueError, "the model has LoRA already"),
     ({"model": 5}, TypeError, "model is a int; load it with FastLanguageModel"),

@@ -36,7 +36,8 @@ class WeightSharing:
     def __init__(self, base: Any, device: torch.device, adapter: str | None = None, room: Room | None = None) -> None:
         self.base, self.device, self.room = base, device, room
         self.wide: SamplingWeights | None = None
-        self.dtype = base.get_input_embeddings().weight.dtype  # the engine's compute dtype
+        embedding = base.get_input_embeddings()
+        self.dtype = getattr(embedding, "original_module", embedding).weight.dtype  # the engine's compute dtype
         self.adapter = adapter or active_adapter(base)
         self.copy = AdapterCopy(loras_of(base, self.adapter), self.dtype, device)
         self.row = family_of(base.config)

@@ -12,29 +12,30 @@ from torch import Tensor, nn
 PER_LAYER = "embed_tokens_per_layer"  # attribute of the decoder: Gemma 4's per-layer embeddings
 
 
-class HostEmbedding(nn.Module):
-    """A frozen embedding whose rows are gathered in host memory and sent to the device of the ids."""
+class HostEmbedding(nn.Embedding):
+    """An embedding whose rows are gathered in host memory and sent to the device of the ids."""
 
     def __init__(self, embedding: Any) -> None:
-        super().__init__()
+        rows, width = embedding.weight.shape
+        super().__init__(rows, width, embedding.padding_idx, device="meta")
         self.weight = nn.Parameter(embedding.weight.detach().to("cpu"), requires_grad=False)
         scale = getattr(embedding, "embed_scale", None)  # in Gemma models
-        self.scale = None if scale is None else float(scale.to(embedding.weight.dtype))
+        self.embed_scale = None if scale is None else float(scale.to(embedding.weight.dtype))
         self.known: Tensor | None = None  # see `knowing`
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Map ids (...) to (..., D). Outside of `knowing`, ids on a GPU are copied to the host, which synchronizes."""
         known = self.known if self.known is not None and self.known.numel() == input_ids.numel() else None
         ids = input_ids.to("cpu") if known is None else known.view(input_ids.shape)
-        if not input_ids.is_cuda:
-            return self.scaled(F.embedding(ids, self.weight)).to(input_ids.device)
+        if not input_ids.is_cuda or (self.weight.requires_grad and torch.is_grad_enabled()):
+            return self.scaled(F.embedding(ids, self.weight, self.padding_idx).to(input_ids.device))
         # From torch's cache of pinned memory, which does not reuse it before the copy is done.
         rows = torch.empty(ids.numel(), self.weight.shape[1], dtype=self.weight.dtype, pin_memory=True)
         torch.index_select(self.weight, 0, ids.reshape(-1), out=rows)
         return self.scaled(rows.to(input_ids.device, non_blocking=True)).view(*input_ids.shape, -1)
 
     def scaled(self, rows: Tensor) -> Tensor:
-        return rows if self.scale is None else rows * self.scale
+        return rows if self.embed_scale is None else rows * self.embed_scale
 
 
 def embed_on_host(model: Any) -> int:
@@ -68,7 +69,8 @@ def movable(model: Any) -> list[Any]:
 
 
 def on_host(model: Any) -> list[HostEmbedding]:
-    return [table for table in tables(model) if isinstance(table, HostEmbedding)]
+    """Return the embeddings on the host, frozen ones and the copies that PEFT trains."""
+    return [module for module in model.modules() if isinstance(module, HostEmbedding)]
 
 
 @contextmanager

@@ -168,7 +168,8 @@ def describe_machine(model: Any, device: torch.device) -> dict[str, Any]:
     """Return a PEFT model's numbers of parameters, the GPU and its bytes, the processor, and the versions."""
     trainable, whole = model.get_nb_trainable_parameters()  # peft counts each weight in packed 4-bit tensors
     base, card = model.get_base_model(), torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    dtype = str(base.get_input_embeddings().weight.dtype).removeprefix("torch.")
+    embedding = base.get_input_embeddings()
+    dtype = str(getattr(embedding, "original_module", embedding).weight.dtype).removeprefix("torch.")
     return {"parameters": whole - trainable, "trainable_parameters": trainable,
             "weights": "4-bit" if getattr(base, "is_loaded_in_4bit", False) else "FP8" if form_in_fp8(base) else dtype,
             "card": card and card.name, "card_bytes": card and card.total_memory,
