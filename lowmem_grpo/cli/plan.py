@@ -29,6 +29,8 @@ CHECKPOINTING: dict[str, bool | str] = {"auto": "auto", "offload": "offload", "t
 @click.option("--context", default=2048, show_default=True, help="Tokens of the longest sequence.")
 @click.option("--generations", "num_generations", default=8, show_default=True, help="Completions for each prompt.")
 @click.option("--rank", "lora_rank", default=32, show_default=True, help="Rank of LoRA on all linear layers.")
+@click.option("--modules-to-save", help="Trained whole, beside LoRA: embed_tokens, lm_head, or both with a comma.")
+@click.option("--trained-rows", default=0, help="Trained rows of embedding and head, beside LoRA.")
 @click.option("--gpu-memory-utilization", type=float, help="Share of the card that the run may use.")
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=True, show_default=True)
 @click.option("--fp8", "load_in_fp8", is_flag=True, help="Weights in FP8, as load_in_fp8=True, in place of 4 bits.")
@@ -57,7 +59,7 @@ def plan(
     model: str, gpu: str, gpu_memory_utilization: float | None, checkpointing: str, max_context: bool, as_json: bool,
     prompts: int | None, prompt_length: int | None, completion_length: int | None, max_completion_length: int | None,
     gpus: int, load_in_4bit: bool, load_in_fp8: bool, images: int | None, image_pixels: int | None,
-    teacher: str | None, **settings: Any,
+    teacher: str | None, modules_to_save: str | None, **settings: Any,
 ) -> None:
     """Plan the memory of a run, choose settings that fit the card, and estimate how long a step takes.
 
@@ -80,6 +82,8 @@ def plan(
         shape = ModelShape.from_config(config)
         settings["engine"] = settings["engine"] or ("transformers" if shape.vision else engine_of(card))
         settings["image_tokens"] = image_tokens(shape, images, image_pixels)
+        settings["modules_to_save"] = tuple(name.strip() for name in (modules_to_save or "").split(",") if name)
+        settings["saved_itemsize"] = 4 if engine_of(card) == "transformers" else 2  # float32 beside float16 models
         said = planned_as(config, model, settings["engine"])
         form = form_of_weights(load_in_4bit and not load_in_fp8, False, load_in_fp8)
         if form != FP8 and stored_in_fp8(config):

@@ -163,7 +163,7 @@ def addmm_fp32(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
         return total.addmm_(left, right)
     if left.is_cuda:
         return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    return total.add_(matmul_fp32(left, right))
+    return total.add_(matmul_fp32(left, right, torch.empty_like(total)))
 
 
 class FactorsInBF16:

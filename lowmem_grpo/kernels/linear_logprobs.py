@@ -128,7 +128,8 @@ class RecomputedLogprobsFunction(torch.autograd.Function):
         with large_products():
             results, _ = forward(hidden, weight, bias, targets, *numbers, chunk_rows, False)
         ctx.save_for_backward(hidden, weight, bias, targets, results)
-        ctx.numbers, ctx.tile = numbers, max(1, chunk_rows * len(weight) // max(len(hidden), 1))  # as large as a chunk
+        rows = len(hidden) + hidden.shape[1] * ctx.needs_input_grad[1]  # in float32, of logits and head: as a chunk's
+        ctx.numbers, ctx.tile = numbers, max(1, chunk_rows * len(weight) // max(rows, 1))
         ctx.set_materialize_grads(False)
         logprobs, entropy, _, log_sum = (row.clone() for row in results)
         ctx.mark_non_differentiable(log_sum, *([] if entropy_grad else [entropy]))

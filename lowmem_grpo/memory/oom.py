@@ -30,7 +30,7 @@ ANYWHERE = ("CUDA Error: out of memory",  # from vLLM's memory pool, with this s
             "captures_underway.empty() INTERNAL ASSERT FAILED")  # torch frees none while a CUDA graph is recorded
 ASKED = re.compile(r"[Tt]r(?:ied|y) to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 # Rows of a plan that do not depend on the batch: a shortage is no sign that they are wrong.
-FIXED = ("weight", "tower", "embedding", "head", "adapter", "gradient", "optimizer", "context", "reserve")
+FIXED = ("weight", "tower", "embedding", "head", "adapter", "trained", "gradient", "optimizer", "context", "reserve")
 OTHERS = ("Other programs hold about {} of this card, which the plan does not know: end them (nvidia-smi lists them), "
           "or leave them room with card_share or torch.cuda.set_per_process_memory_fraction")
 UNNOTICED = 2**31  # bytes: this process's memory outside torch (driver, libraries, paged states) counts as others'

@@ -14,6 +14,7 @@ OPTIMIZER_BYTES = {  # optimizer state per trained number
     "paged_adamw_8bit": 2.03125,
 }
 KV_CACHE = "KV cache"
+EMBEDDING, HEAD = "embed_tokens", "lm_head"  # in PEFT's modules_to_save, whatever a family calls them
 ENGINES = ("vllm", "transformers")
 CHECKPOINTING = (True, False, "offload", "auto")
 SAMPLING_WEIGHTS = ("4bit", "16bit")
@@ -57,6 +58,9 @@ class RunSettings:
     ranks: int = 1  # processes of the run, each with its own card; all other settings are per process
     trained: int | None = None  # weights of the adapter; None: those of `lora_rank` on all linears
     trained_bytes: int | None = None  # their size, and that of their gradients; None: in float32
+    modules_to_save: tuple[str, ...] = ()  # embedding and head, where they are trained whole beside LoRA
+    saved_itemsize: int = 2  # bytes of a number of theirs, and of its gradient
+    trained_rows: int = 0  # rows of embedding and head that are trained alone, in float32
 
     RANGES: ClassVar[dict[str, Rule]] = {
         **dict.fromkeys(("context", "num_generations", "lora_rank", "trained", "trained_bytes", "max_tokens",
@@ -64,7 +68,9 @@ class RunSettings:
                          "head_groups", "ranks"), COUNT),
         "mlp_tile": at_least(0), "kept_layers": at_least(0), "spread": ZERO_OR_MORE,
         **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes", "image_tokens", "teacher_bytes",
-                         "teacher_hidden_bytes"), ZERO_OR_MORE),
+                         "teacher_hidden_bytes", "trained_rows"), ZERO_OR_MORE),
+        "modules_to_save": (f"some of {EMBEDDING} and {HEAD}", lambda names: {*names} <= {EMBEDDING, HEAD}),
+        "saved_itemsize": one_of(2, 4),
         "engine": one_of(*ENGINES),
         "checkpointing": one_of(*CHECKPOINTING), "sampling_weights": one_of(*SAMPLING_WEIGHTS),
         "optim": one_of(*OPTIMIZER_BYTES), "kv_cache_dtype": one_of(*CACHE_DTYPES),

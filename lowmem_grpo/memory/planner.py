@@ -13,7 +13,7 @@ from lowmem_grpo.memory.cards import Device, in_8_bits
 from lowmem_grpo.memory.layer_forms import BITS_16
 from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
-from lowmem_grpo.memory.rows import PAGED, build, recorded
+from lowmem_grpo.memory.rows import PAGED, SAVED, build, recorded
 from lowmem_grpo.memory.time_plan import faster_in_16_bit, training_seconds
 from lowmem_grpo.utils import size_text
 
@@ -36,7 +36,7 @@ WHOLE = "an MLP takes a micro-batch at once: there is room, and each tile would 
 LASTING = "the cache stays while training, with the CUDA graphs of token steps and all they read: there is room"
 STAYS = "the cache stays while training: there is room, and vLLM's sleep would also empty torch's own cache"
 Step = tuple[str, Any, str]  # setting, value, description
-FIXED = ("weights", "teacher", "vision tower", "embedding", "head", "adapters", "gradients", "optimizer")
+FIXED = ("weights", "teacher", "vision tower", "embedding", "head", "adapters", SAVED, "gradients", "optimizer")
 
 
 def plan(model_config: Any, run_config: RunSettings, device: Device, model: str = "") -> MemoryPlan:

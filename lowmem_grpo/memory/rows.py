@@ -4,9 +4,9 @@ from lowmem_grpo.memory import cards, training_step
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.layer_forms import FORMS
 from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
-from lowmem_grpo.memory.plan import KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, PlanRow, RunSettings
+from lowmem_grpo.memory.plan import EMBEDDING, KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, PlanRow, RunSettings
 from lowmem_grpo.memory.training_step import BAND_BYTES, CARD_ONLY, WORD, Moment, StepShape
-from lowmem_grpo.utils import MIB
+from lowmem_grpo.utils import MIB, size_text
 
 ADAPTER_BYTES = 4  # adapters and their gradients are float32
 PAGED = "paged_adamw_8bit"  # its states are in managed memory: on the card while there is room, else on the host
@@ -14,7 +14,7 @@ PAGED_NUMBERS = 100_000  # least size of a tensor whose states bitsandbytes keep
 CUDA_CONTEXT = 512 * MIB  # the driver and its libraries
 GRAPHS = 384 * MIB  # CUDA graphs of vLLM or our engine
 RESERVE = 0.04  # fragmentation, as a share of the memory that is freed and allocated again
-REWARD_MODEL = "reward model"
+REWARD_MODEL, SAVED = "reward model", "trained copies"
 NOTES = training_step.NOTES | {REWARD_MODEL: "weights, and what is inside a layer (estimated)"}
 
 
@@ -72,9 +72,11 @@ def cache_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
 
 def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     """Return the rows of components that are present throughout a phase: weights, embeddings, adapters, optimizer."""
-    table, weights, adapters = shape.table_bytes, shape.weight_bytes(settings.form), trained_bytes(shape, settings)
+    table, weights, trained = shape.table_bytes, shape.weight_bytes(settings.form), trained_bytes(shape, settings)
+    lora, saved = trained["lora"], trained["saved"]
+    copies = saved + ADAPTER_BYTES * settings.trained_rows * shape.hidden  # with the originals of rows
     on_device = 0 if settings.host_embedding else shape.host_bytes()
-    states, paged = state_bytes(shape, settings)
+    states = state_bytes(shape, settings)[0]
     table_note = "the head is the same table" if shape.tied else "16 bits"
     table_note += "; that of each layer's own numbers in 16 bits" if shape.per_layer else ""
     where = "on the host" if settings.host_embedding and shape.host_bytes() else table_note
@@ -88,11 +90,12 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
           if settings.teacher_bytes else []),
         PlanRow("embedding", on_device, on_device, note=where),
         PlanRow("head", table, table, note="16 bits"),
-        PlanRow("adapters", adapters, adapters, note=f"{lora_text(shape, settings, adapted)}, float32"),
-        PlanRow("gradients", 0, adapters * (1 + ranks),
-                note="of the adapters, float32" + ", and all ranks' sum" * ranks),
+        PlanRow("adapters", lora, lora, note=f"{lora_text(shape, settings, adapted)}, float32"),
+        *([PlanRow(SAVED, copies, copies, note=saved_text(shape, settings))] if saved or trained["away"] else []),
+        PlanRow("gradients", 0, lora + saved + 4 * ranks * all_numbers(shape, settings), note="of the adapters, float32"
+                + f"; of the {SAVED}" * bool(saved) + "; all ranks' sum, float32" * ranks),
         PlanRow("optimizer", states, states, note="AdamW's states" + (
-            "; those of large tensors are here only while there is room" if paged else "")),
+            "; those of large tensors are here only while there is room" if settings.optim == PAGED else "")),
     ]
 
 
@@ -100,19 +103,45 @@ def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
     return shape.lora_weights(settings.lora_rank) if settings.trained is None else settings.trained
 
 
-def trained_bytes(shape: ModelShape, settings: RunSettings) -> int:
-    """Return the bytes of what is trained, which are also those of its gradients."""
-    return settings.trained_bytes or ADAPTER_BYTES * trained_numbers(shape, settings)
+def saved_numbers(shape: ModelShape, settings: RunSettings) -> tuple[int, int, int]:
+    """Return the numbers that are trained of embedding and head: of whole matrices on the card (one, if they are tied)
+    and on the host, and of single rows."""
+    matrices = min(len(settings.modules_to_save), 1 if shape.tied else 2)
+    away = bool(settings.host_embedding) and not shape.tied and EMBEDDING in settings.modules_to_save
+    table = shape.vocabulary * shape.hidden
+    return (matrices - away) * table, away * table, settings.trained_rows * shape.hidden
+
+
+def all_numbers(shape: ModelShape, settings: RunSettings) -> int:
+    return trained_numbers(shape, settings) + sum(saved_numbers(shape, settings))
+
+
+def trained_bytes(shape: ModelShape, settings: RunSettings) -> dict[str, int]:
+    """Return the bytes that are trained, which are also those of gradients: of LoRA, and of what is "saved" beside it
+    on the card and "away" on the host. Together they are the adapter's file."""
+    whole, away, rows = saved_numbers(shape, settings)
+    return {"lora": settings.trained_bytes or ADAPTER_BYTES * trained_numbers(shape, settings),
+            "saved": settings.saved_itemsize * whole + ADAPTER_BYTES * rows, "away": settings.saved_itemsize * away}
+
+
+def saved_text(shape: ModelShape, settings: RunSettings) -> str:
+    """Return in words what is trained of embedding and head, and how large that makes the adapter's file."""
+    parts = [*settings.modules_to_save, *[f"{settings.trained_rows:,} rows in float32"] * bool(settings.trained_rows)]
+    bits = f", {8 * settings.saved_itemsize} bits" + ", one matrix" * shape.tied if settings.modules_to_save else ""
+    file = size_text(sum(trained_bytes(shape, settings).values()))
+    return f"of {' and '.join(parts)}{bits}; the adapter's file takes {file}"
 
 
 def state_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
-    """Return the bytes of AdamW's states that stay on the card, and of those that the driver may move to the host."""
-    whole, rank = int(OPTIMIZER_BYTES[settings.optim or PAGED] * trained_numbers(shape, settings)), settings.lora_rank
+    """Return the bytes of AdamW's states that stay on the card, and of those on the host, or that may move there."""
+    numbers, rank = trained_numbers(shape, settings), settings.lora_rank
+    each, (_, away, _) = OPTIMIZER_BYTES[settings.optim or PAGED], saved_numbers(shape, settings)
+    states, on_host = int(each * (all_numbers(shape, settings) - away)), int(each * away)
     if settings.optim != PAGED:
-        return whole, 0
+        return states, on_host
     share = shape.lora_weights(rank, PAGED_NUMBERS) / shape.lora_weights(rank)
-    paged = int(2 * share * trained_numbers(shape, settings))
-    return whole - paged, paged
+    paged = int(2 * share * numbers)  # those of whole matrices stay
+    return states - paged, on_host + paged
 
 
 def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
@@ -185,12 +214,13 @@ def mask_bytes(settings: RunSettings, sequences: int) -> int:
 
 def host_row(shape: ModelShape, settings: RunSettings) -> PlanRow:
     """Return the row of host memory: offloaded layer inputs, embedding, optimizer states, adapter, reward models."""
-    inputs = max(step.host() for step in step_shapes(shape, settings))
+    inputs, trained = max(step.host() for step in step_shapes(shape, settings)), trained_bytes(shape, settings)
     names = {"embedding": shape.host_bytes() if settings.host_embedding else 0,
              "vision tower": shape.vision.weight_bytes if settings.host_tower and shape.vision is not None else 0,
              "optimizer": state_bytes(shape, settings)[1],
-             "the reference adapter": settings.keeps_reference * trained_bytes(shape, settings),
-             "the teacher's adapter": settings.keeps_teacher * trained_bytes(shape, settings),
+             "the trained embedding and its gradients": 3 * trained["away"],
+             "the reference adapter": settings.keeps_reference * sum(trained.values()),
+             "the teacher's adapter": settings.keeps_teacher * sum(trained.values()),
              "the teacher's hidden states": settings.teacher_hidden_bytes,
              "reward models": settings.reward_host_bytes}
     held = ["layer inputs in pinned memory", *(name for name, size in names.items() if size)]

@@ -18,8 +18,9 @@ from lowmem_grpo.memory import cards, families
 from lowmem_grpo.memory.cards import cache_itemsize
 from lowmem_grpo.memory.layer_forms import BITS_16, FORMS, NF4, Linear, block_outputs
 from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.plan import OPTIMIZER_BYTES, PROMPTS, MemoryPlan, RunSettings, Workload
-from lowmem_grpo.memory.rows import PAGED, recorded, trained_bytes, trained_numbers
+from lowmem_grpo.memory.plan import HEAD, OPTIMIZER_BYTES, PROMPTS, MemoryPlan, RunSettings, Workload
+from lowmem_grpo.memory.rows import PAGED, all_numbers, recorded, trained_numbers
+from lowmem_grpo.memory.training_step import StepShape
 
 # Achieved rate per unit of the data sheet; assumptions, as no committed row measures them.
 MEMORY = 0.90e12  # per TB/s, for a copy
@@ -245,12 +246,13 @@ class StepTime:
         shape = self.shape
         layers = [(count, kind.layer_passes()) for count, kind in self.kinds]
         trained = self.work.sequences * self.work.completion_length
-        head = 4 * trained * shape.vocabulary * shape.hidden / self.speed.products * HEAD_FACTOR
+        product = 2 * trained * shape.vocabulary * shape.hidden / self.speed.products * HEAD_FACTOR
+        head = (1, 3) if StepShape(shape, self.settings, 1).trains(HEAD) else (2, 0)  # products, README.md of kernels
         host = self.micro_batches * shape.layers * HOST_US_PER_LAUNCH * 1e-6
         launches = LAUNCHES_FORWARD, LAUNCHES_BACKWARD - (1 - self.recomputed) * LAUNCHES_AGAIN
         hosts = [host * (number - self.lent * LAUNCHES_DEQUANTIZE) for number in launches]
-        return {"forward": (sum(count * forward for count, (forward, _) in layers) + head, hosts[0]),
-                "backward": (sum(count * backward for count, (_, backward) in layers), hosts[1])}
+        return {"forward": (sum(count * forward for count, (forward, _) in layers) + head[0] * product, hosts[0]),
+                "backward": (sum(count * backward for count, (_, backward) in layers) + head[1] * product, hosts[1])}
 
     def layer_passes(self) -> tuple[float, float]:
         """Return the card's seconds of an average layer in a forward and in a backward pass, with recomputation."""
@@ -284,11 +286,11 @@ class StepTime:
         return self.move(self.work.places * size)
 
     def optimizer(self) -> float:
-        """Return the seconds of one optimizer step: moving the adapters' bytes, and Python overhead per tensor."""
-        numbers, optim = trained_numbers(self.shape, self.settings), self.settings.optim or PAGED
-        states = 2 * numbers * OPTIMIZER_BYTES[optim]
-        moved = self.move(24 * numbers + states)  # read gradients 3 times, write once; weights and states both ways
-        paged = states / (self.speed.pcie_gb_s * PCIE) if self.settings.optim == PAGED else 0.0
+        """Return the seconds of one optimizer step: moving what is trained, and Python overhead per tensor."""
+        numbers, whole = trained_numbers(self.shape, self.settings), all_numbers(self.shape, self.settings)
+        states = 2 * OPTIMIZER_BYTES[self.settings.optim or PAGED]
+        moved = self.move((24 + states) * whole)  # read gradients 3 times, write once; weights and states both ways
+        paged = states * numbers / (self.speed.pcie_gb_s * PCIE) if self.settings.optim == PAGED else 0.0
         tensors = sum(2 * count for count, _ in self.shape.all_linears())
         return moved + paged + tensors * OPTIMIZER_US_PER_TENSOR * 1e-6
 
@@ -362,7 +364,7 @@ def plan_time(plan: MemoryPlan, shape: ModelShape, work: Workload) -> TimePlan:
     step = step_of(plan, shape, work)
     passes = step.passes()
     forward, backward = (max(times) + WAITS * min(times) for times in passes.values())
-    gradients, anew = trained_bytes(shape, settings), asked_anew(plan, step)
+    gradients, anew = 4 * all_numbers(shape, settings), asked_anew(plan, step)
     seconds = {
         "prefill": step.prefill(), "decode": step.decode(),
         "forward": (work.iterations + work.forward_only) * forward, "backward": work.iterations * backward,

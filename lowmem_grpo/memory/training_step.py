@@ -10,7 +10,7 @@ from lowmem_grpo.memory.cutting import mask_numbers
 from lowmem_grpo.memory.families import FUSED
 from lowmem_grpo.memory.layer_forms import BITS_16, ExpertForm
 from lowmem_grpo.memory.model_shape import ModelShape
-from lowmem_grpo.memory.plan import RunSettings
+from lowmem_grpo.memory.plan import EMBEDDING, HEAD, RunSettings
 
 WORD = 2  # bytes of a number in 16 bits
 BAND_BYTES = 64 * 2**20  # dequantized weights held at a time
@@ -20,13 +20,15 @@ PAGE_BYTES = 4 * 2**20  # a page of host memory
 RESIDENT = 2  # layer inputs on the device while the others are on the host; one if attention runs by groups of heads
 FEATURES = "image features"
 INPUTS, LAYER, TILE, CHUNK = "layer inputs", "layer recompute", "MLP tile", "logits chunk"
-HEAD, WORKSPACE, EXPERTS = "U and hidden states", "attention workspace", "experts at work"
+STATES, WORKSPACE, EXPERTS = "U and hidden states", "attention workspace", "experts at work"
+GRADIENT = "matrix gradient"
 CARD_ONLY = (WORKSPACE, EXPERTS)  # allocated within one operation, so not visible with fake tensors
 NOTES = {
     INPUTS: "one of each layer", LAYER: "of the layer at work, or of all that keep everything",
     TILE: "gate, up, their gradients, a band of weights",
     FEATURES: "of a micro-batch's images, for the first layers",
-    HEAD: "of the trained tokens", CHUNK: "float32, of some tokens",
+    STATES: "of the trained tokens", CHUNK: "float32, of some tokens",
+    GRADIENT: "of the head or the embedding, before it is added to that of earlier micro-batches",
     WORKSPACE: "fused attention's gradients in float32, of {} (estimated)",
     EXPERTS: "one expert dequantized, a piece of its rows, sums in float32 (estimated)",
 }
@@ -91,10 +93,21 @@ class StepShape:
         """The bytes that all layers share: cosines and sines (T, K) of the positions, and the sliding-window mask."""
         return WORD * (self.tokens * self.model.for_all_layers + mask_numbers(self.model.window, self.tokens))
 
+    def trains(self, name: str) -> bool:
+        """Return whether the embedding or the head is trained whole; a tied matrix is both."""
+        return bool(self.settings.modules_to_save) if self.model.tied else name in self.settings.modules_to_save
+
     def moments(self) -> dict[str, Moment]:
         """Return the live bytes at each moment that may be the peak of a step."""
-        return {"MLP backward": self.mlp(), "attention backward": self.attention(),
-                "attention forward": self.attention_forward(), "head": self.head()}
+        moments = {"MLP backward": self.mlp(), "attention backward": self.attention(),
+                   "attention forward": self.attention_forward(), "head": self.head()}
+        if self.trains(EMBEDDING) and (self.model.tied or not self.settings.host_embedding):
+            moments["embedding backward"] = {LAYER: 2 * self.hidden + self.angles}
+        for name, moment in moments.items():  # of a tied matrix, the head's gradient waits for the embedding's
+            of_head = self.trains(HEAD) and (name == "head" or self.model.tied)
+            if count := of_head + (name == "embedding backward"):
+                moment[GRADIENT] = count * self.settings.saved_itemsize * self.model.vocabulary * self.model.hidden
+        return moments
 
     def inputs(self) -> int:
         """Return the bytes of the inputs of recomputed layers that are kept on the device."""
@@ -203,10 +216,16 @@ class StepShape:
         return levels * WORD * self.model.hidden * min(self.tokens, prompts * self.settings.image_tokens)
 
     def head(self) -> Moment:
-        """Return the moment of the output head: trained hidden states, U, and a chunk of logits in float32."""
+        """Return the moment of the output head: trained hidden states, U, and a chunk of logits in float32. If the head
+        is trained, its backward pass has a float32 gradient in place of U, and logits and gradient of a tile of it."""
         logits = 4 * min(self.settings.chunk_rows or self.tokens, self.tokens) * self.model.vocabulary
         kept = self.angles + (self.layers_kept() if self.whole_layers else 0)
-        return {INPUTS: self.inputs(), LAYER: kept, HEAD: 2 * self.hidden, CHUNK: logits}
+        if not self.trains(HEAD):
+            return {INPUTS: self.inputs(), LAYER: kept, STATES: 2 * self.hidden, CHUNK: logits}
+        rows = min(self.settings.chunk_rows or self.tokens, self.tokens + self.model.hidden)
+        tile = max(4 * rows * self.model.vocabulary, self.hidden)  # at the end hidden's gradient is rounded
+        states = (self.settings.saved_itemsize + 4) * self.hidden // WORD
+        return {INPUTS: self.inputs(), LAYER: kept, STATES: states, CHUNK: tile}
 
     def band(self) -> int:
         """Return the most bytes of weights that are dequantized at a time."""

@@ -20,7 +20,7 @@ from lowmem_grpo.memory.offload.activations import checkpointed_layers, enable_c
 from lowmem_grpo.memory.offload.embedding import on_host
 from lowmem_grpo.memory.oom import BatchLimit, MemoryAdvice, RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks, this_card
-from lowmem_grpo.memory.plan import MemoryPlan, RunSettings, Workload
+from lowmem_grpo.memory.plan import EMBEDDING, HEAD, MemoryPlan, RunSettings, Workload
 from lowmem_grpo.memory.planner import EASE, plan
 from lowmem_grpo.memory.time_plan import TimePlan, plan_time
 from lowmem_grpo.models.lean_modules import MLP_TILE, LeanMLP
@@ -38,7 +38,10 @@ logger = logging.getLogger(__name__)
 def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, context: int) -> RunSettings:
     """Return the planner's settings for a run, from the values in effect."""
     base: Any = model.get_base_model()
-    trained = TrainedSet.of(model).parameters
+    trained, rows = ([weight.parameter for weight in TrainedSet.of(model) if part in weight.name]
+                     for part in (".lora_", ".trainable_tokens_delta."))
+    ends = {EMBEDDING: base.get_input_embeddings().weight, HEAD: base.get_output_embeddings().weight}
+    whole = {name: weight for name, weight in ends.items() if weight.requires_grad}
     tiled, checkpointing = bool(tiled_mlps(base)), bool(base.is_gradient_checkpointing)
     vocabulary = base.config.get_text_config().vocab_size
     lora = vars(model.peft_config[model.active_adapter])
@@ -46,7 +49,8 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         context=context, num_generations=config.completions_per_prompt,
         lora_rank=max(int(lora["r"]), *(lora.get("rank_pattern") or {}).values(), 0),
         trained=sum(p.numel() for p in trained) or None, trained_bytes=sum(p.nbytes for p in trained) or None,
-        form=form_of(base),
+        modules_to_save=tuple(whole), trained_rows=sum(map(len, rows)),
+        saved_itemsize=max((weight.element_size() for weight in whole.values()), default=2), form=form_of(base),
         checkpointing=checkpointing and (may_keep(model, config) or ("offload" if model.loaded.offload else True)),
         engine=VLLM if engine == VLLM else TRANSFORMERS,  # an engine of the user is planned like our own
         max_tokens=config.max_tokens_per_micro_batch, mlp_tile=model.loaded.mlp_tile if tiled else 0,

@@ -76,6 +76,17 @@ def test_an_adapters_folder_and_a_teacher_elsewhere_would_be_looked_up_as_models
         assert "takes no memory here; leave --teacher out" in plan(*words, teacher).output
 
 
+def test_what_is_trained_beside_lora_would_be_missing_in_the_plan_and_in_its_table() -> None:
+    words = "--model", "llama-3.1-8b", "--gpu", "24GiB", "--modules-to-save", "embed_tokens, lm_head"
+    rows = {row["name"]: row for row in json.loads(plan(*words, "--trained-rows", 0, "--json").output)["rows"]}
+    assert rows["trained copies"]["train"] == rows["trained copies"]["rollout"] == 2 * 2 * 128_256 * 4096
+    assert "of embed_tokens and lm_head, 16 bits; the adapter's file takes 2.27 GiB" in rows["trained copies"]["note"]
+    shown = plan(*words)
+    assert "trained copies" in shown.output and shown.exit_code == 0
+    on_t4 = json.loads(plan("--model", "qwen3-4b", "--gpu", "t4", *words[4:], "--json").output)
+    assert on_t4["settings"]["saved_itemsize"] == 4, "beside float16, copies are in float32"
+
+
 def test_the_longest_context_is_found_and_planned_for() -> None:
     done = plan("--model", "qwen2.5-1.5b", "--gpu", "3GiB", "--max-context", "--json")
     found = json.loads(done.output)

@@ -86,3 +86,11 @@ def test_memory_of_a_trained_head_is_its_gradient_and_some_tiles() -> None:
     gradients = 2 * (V * D + rows * D) + 4 * rows * D  # bf16 results, float32 sum of hidden's
     assert storage.peak < gradients + 16 * chunk_rows * V + 2 * 4 * rows * D + 64 * rows
     assert storage.largest < rows * V
+
+
+def test_the_gradient_of_a_trained_head_is_not_held_in_float32_for_few_rows() -> None:
+    rows, chunk_rows = 2, 8
+    arguments, _ = problem(rows, torch.bfloat16, trained=["weight"])
+    with LiveStorage() as storage:
+        torch.autograd.grad(linear_logprobs(**arguments, chunk_rows=chunk_rows).sum(), [arguments["weight"]])
+    assert storage.peak < 2 * V * D + 2 * 4 * chunk_rows * V  # 4 V D more, were it one tile

@@ -132,6 +132,53 @@ def test_a_step_holds_what_was_planned_within_five_percent_and_no_matrix_of_toke
     assert max(math.prod(made.shape) for _, _, made in measured.breakdown) < max(context**2 / 8, chunk * 200_000)
 
 
+BOTH = ("embed_tokens", "lm_head")
+TABLES = {LLAMA: 2 * 128_256 * 4096, "qwen3-4b": 151_936 * 2560}  # numbers, by hand: two matrices, and a tied one
+
+
+@pytest.mark.parametrize(("name", "optim", "gib"), [
+    (LLAMA, "adamw_8bit", 5.9), ("qwen3-4b", "adamw_8bit", 2.2), (LLAMA, "adamw_torch", 11.75),
+])
+def test_an_embedding_and_head_that_are_trained_would_take_bytes_that_no_row_has(
+    name: str, optim: str, gib: float
+) -> None:
+    """Of each number 2 bytes of copy, 2 of gradient, and 8 of states or two codes and their scales of 256 numbers."""
+    numbers, state = TABLES[name], 8 if optim == "adamw_torch" else 2 + 2 * 4 / 256
+    alone, trained, one = (build(shape_of(name), settings_of(2048, optim=optim, modules_to_save=names),
+                                 device("1024GiB")) for names in ((), BOTH, BOTH[:1]))
+    before, after = rows_of(alone), rows_of(trained)
+    more = {row: after[row].train - (before[row].train if row in before else 0)
+            for row in ("trained copies", "gradients", "optimizer")}
+    assert more == {"trained copies": 2 * numbers, "gradients": 2 * numbers,
+                    "optimizer": pytest.approx(state * numbers, abs=1)}
+    assert sum(more.values()) / GIB == pytest.approx(gib, abs=0.05)
+    assert all(after[row] == before[row] for row in ("embedding", "head", "adapters", "adapter copy"))
+    half = 1 if name == "qwen3-4b" else 2  # a tied matrix is one, whichever of its names is given
+    assert rows_of(one)["trained copies"].train == 2 * numbers // half
+    file = (after["adapters"].train + 2 * numbers) / GIB
+    assert f"the adapter's file takes {file:.2f} GiB" in after["trained copies"].note or file < 1
+
+
+def test_copies_of_a_trained_head_would_be_missing_on_the_host_and_in_the_sum_of_ranks() -> None:
+    def found(**changes: Any) -> MemoryPlan:
+        asked = settings_of(2048, engine="transformers", **({"modules_to_save": BOTH} | changes))
+        return build(shape_of(LLAMA), asked, device("1024GiB"))
+
+    numbers, lora, plain = TABLES[LLAMA], shape_of(LLAMA).lora_weights(32), found()
+    assert found(keeps_reference=True).host - plain.host == 4 * lora + 2 * numbers
+    assert rows_of(found(ranks=2))["gradients"].train == 2 * 4 * lora + (2 + 4) * numbers, "they are summed in float32"
+    assert rows_of(found(optim="paged_adamw_8bit"))["optimizer"].train > 2 * numbers, "only LoRA's states are paged"
+    on_host, half = found(host_embedding=True), numbers // 2
+    assert on_host.host - plain.host - 2 * half == pytest.approx((3 * 2 + 2 + 8 / 256) * half, abs=1)
+    assert rows_of(on_host)["trained copies"].train == 2 * half
+    assert rows_of(found(saved_itemsize=4))["gradients"].train == 4 * (lora + numbers), "float32 beside float16"
+    rows = rows_of(found(modules_to_save=(), trained_rows=10))
+    assert rows["trained copies"].train == 2 * rows_of(found(trained_rows=0, modules_to_save=(), trained=10 * 4096)
+                                                       )["adapters"].train == 2 * 4 * 10 * 4096
+    with pytest.raises(ValueError, match=r"modules_to_save is \('wte',\); it must be some of embed_tokens and lm_head"):
+        found(modules_to_save=("wte",))
+
+
 TAUGHT = {"sampled_token": (0.5, {}), "full_logits": (0.5, {}), "full_logits alone": (1.0, {}),
           "topk_logits": (0.5, {"distillation_topk": 100})}
 

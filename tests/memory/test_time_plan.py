@@ -158,6 +158,16 @@ def test_tiles_dequantize_the_mlp_again_and_recomputation_costs_a_forward_pass()
     assert grouped.passes()["backward"][0] - backward == pytest.approx(36 * (attention + qkv))  # each once more
 
 
+def test_a_trained_head_makes_one_product_in_the_forward_pass_and_three_in_the_backward_pass() -> None:
+    frozen, trained = (step(modules_to_save=names).passes() for names in ((), ("lm_head",)))
+    product = 1.17 * 2 * 64 * 200 * 151_936 * 2048 / (989e12 * 0.8)  # multiplications and additions
+    for name, more in (("forward", -1), ("backward", 3)):
+        assert trained[name][0] - frozen[name][0] == pytest.approx(more * product)
+    own = step(optim="adamw_8bit", modules_to_save=("lm_head",)).optimizer()
+    numbers = 151_936 * 2048  # Qwen2.5-3B ties them: one matrix
+    assert own - step(optim="adamw_8bit").optimizer() == pytest.approx((24 + 2 * 2.03125) * numbers / MEMORY)
+
+
 def test_passes_dequantize_nothing_where_sampling_keeps_weights_in_16_bits() -> None:
     own, lent = (step(**WIDE, sleeps=sleeps, mlp_tile=0, checkpointing=False).passes() for sleeps in (True, False))
     plain = step(form="16bit", mlp_tile=0, checkpointing=False).passes()

@@ -29,7 +29,7 @@ MEMORY = {
     "optimizer": "#b5dfc0", "KV cache": "#e0803a", "engine workspace": "#c98bbf", "layer inputs": "#c0504d",
     "layer recompute": "#e0803a", "MLP tile": "#f0b67f", "U and hidden states": "#f6d55c", "logits chunk": "#d9a441",
     "attention workspace": "#8f6bb3", "adapter copy": "#1f6b43", "sampling weights": "#4a3f9b",
-    "vision tower": "#3d7ea6", "image features": "#e6a57e",
+    "vision tower": "#3d7ea6", "image features": "#e6a57e", "trained copies": "#5fa36a", "matrix gradient": "#93d1a5",
     "CUDA context": "#8a8f98", "reserve": "#c4c8ce",
 }
 

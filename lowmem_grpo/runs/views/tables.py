@@ -144,7 +144,7 @@ def part_text(part: str, time: TimePlan) -> str:
                   f"{time.tail_seconds:.2f} s",
         "forward": f"{batches}, {work.places:,.0f} tokens" + waits.get("forward", ""),
         "backward": "the same again, and what is recomputed" + waits.get("backward", ""),
-        "optimizer": "one step on the adapters",
+        "optimizer": "one step on all that is trained",
         "copies": "layer inputs to the host and back, where no computation hides them",
         "memory": "asking the driver for what vLLM's sleep gave back",
         "ranks": "the gradients of all cards, added up (as measured on a host, an assumption)",

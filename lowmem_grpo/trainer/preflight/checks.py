@@ -164,8 +164,8 @@ def before_training(trainer: Any) -> None:
         rows = f"{len(subject.sample.rows):,} of {subject.sample.total:,} rows{', the rewards' * bool(subject.rewards)}"
         trainer.view.say(f"preflight: checked {'the chat template' if subject.without_rows else rows}, disk and memory "
                          f"in {time.monotonic() - began:.1f} s; nothing is wrong")
-    if (expected := room.how_long(subject)) is not None:
-        trainer.view.say(expected)
+    for line in filter(None, (room.beside_lora(subject), room.how_long(subject))):
+        trainer.view.say(line)
 
 
 def refuse_errors(findings: list[Finding]) -> None:

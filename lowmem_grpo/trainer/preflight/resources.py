@@ -3,7 +3,7 @@
 import math
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,6 +16,7 @@ from lowmem_grpo.memory.offload.pages import SPARE, available_host_bytes
 from lowmem_grpo.memory.plan import COMPLETION_SHARE, OPTIMIZER_BYTES, Workload
 from lowmem_grpo.models.card_check import has_managed_memory, is_bfloat16_supported
 from lowmem_grpo.models.fp8_layers import form_in_fp8
+from lowmem_grpo.models.trained_set import TrainedWeight
 from lowmem_grpo.runs.files import existing, folder_fault, free_bytes
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.trainer.preflight.subject import Subject
@@ -53,7 +54,9 @@ def full_disk(subject: Subject) -> Iterator[Finding]:
 
 def little_host_memory(subject: Subject) -> Iterator[Finding]:
     """Find a GPU run whose offloaded layer inputs and paged optimizer states may fill the host's memory."""
-    paged = optimizer_bytes(subject) if "paged" in subject.args.optim and subject.policy.device.type == "cuda" else 0
+    on_card = subject.policy.device.type == "cuda"
+    lora = [weight for weight in subject.policy.trained if not weight.group]  # whole matrices' states stay
+    paged = optimizer_bytes(subject, lora) if "paged" in subject.args.optim and on_card else 0
     needed = paged if subject.plan is None else subject.plan.host  # in a plan, with the states that are paged
     available = available_host_bytes()
     if needed and available is not None and available - needed < SPARE:
@@ -127,15 +130,29 @@ def how_long(subject: Subject) -> str | None:
             f"most {longest} tokens; after the second step the measured time follows")
 
 
-def optimizer_bytes(subject: Subject) -> int:
-    """Return the bytes of the optimizer's states."""
-    return int(sum(p.numel() for p in subject.policy.trainable) * OPTIMIZER_BYTES[subject.args.optim])
+def beside_lora(subject: Subject) -> str | None:
+    """Return one line with what is trained of embedding and head, and the bytes that it takes; None for LoRA alone."""
+    trained = subject.policy.trained
+    beside, file = [weight for weight in trained if weight.group], sum(each.nbytes for each in trained.parameters)
+    size, states = sum(weight.parameter.nbytes for weight in beside), optimizer_bytes(subject, beside)
+    return (f"trained beside LoRA: {' and '.join(trained.modules)}, with {size_text(size)} of weights, as much of "
+            f"gradients, and {size_text(states)} of optimizer states; the adapter's file takes {size_text(file)}"
+            ) if beside else None
+
+
+def optimizer_bytes(subject: Subject, some: Iterable[TrainedWeight] | None = None) -> int:
+    """Return the bytes of the optimizer's states, of all or of some weights."""
+    numbers = sum(weight.parameter.numel() for weight in (subject.policy.trained if some is None else some))
+    return int(numbers * OPTIMIZER_BYTES[subject.args.optim])
 
 
 def checkpoint_bytes(subject: Subject) -> int:
-    """Return the bytes of a checkpoint (adapter and optimizer), or of the adapter alone if no checkpoints are saved."""
+    """Return the bytes of a checkpoint (adapters and optimizer), or of the adapter alone if none are saved."""
     adapter = sum(parameter.nbytes for parameter in subject.policy.trainable)
-    return adapter + (0 if subject.args.save_strategy == "no" else optimizer_bytes(subject))
+    if subject.args.save_strategy == "no":
+        return adapter
+    kept = (value.nbytes for values in subject.policy.kept_adapters.values() for value in values.values())
+    return adapter + sum(kept) + optimizer_bytes(subject)
 
 
 def copies_to_come(subject: Subject) -> int:
