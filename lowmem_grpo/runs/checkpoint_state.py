@@ -104,7 +104,8 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def optimizer_shape(optimizer: Optimizer) -> tuple[str, list[int]]:
-    return type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups]
+    kind = type(getattr(optimizer, "inner", optimizer))  # LoRA's, where more is trained beside it
+    return kind.__name__, [len(group["params"]) for group in optimizer.param_groups]
 
 
 def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], saved: dict[str, Tensor]) -> None:
@@ -117,8 +118,9 @@ def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], saved: dict[s
     for name, tensor in held.items():
         if tensor.dtype != saved[name].dtype:
             tensor.data = saved[name].to(tensor.device)
-    if getattr(optimizer, "is_paged", False):
-        page(optimizer)
+    inner = getattr(optimizer, "inner", optimizer)
+    if getattr(inner, "is_paged", False):
+        page(inner)
 
 
 def page(optimizer: Any) -> None:

@@ -61,21 +61,30 @@ def needed_to_step(part: Any) -> list[str]:
 
 
 def make_optimizer(parameters: ParamsT, config: TrainSettings) -> torch.optim.Optimizer:
-    """Return AdamW for parameters, or groups of them, with 32-bit or 8-bit (and paged) states (bitsandbytes)."""
+    """Return AdamW for parameters, or groups of them, with 32-bit or 8-bit (and paged) states (bitsandbytes). Of groups
+    with a name, which are trained beside LoRA, an EmbeddingOptimizer makes the steps."""
+    groups: list[Any] = list(parameters)
+    if beside := [group for group in groups if isinstance(group, dict) and "name" in group]:
+        from lowmem_grpo.trainer.embedding_optimizer import EmbeddingOptimizer
+
+        usual = make_optimizer([group for group in groups if "name" not in group], config)
+        return EmbeddingOptimizer(usual, beside, config.seed, "8bit" in config.optim)
     settings: dict[str, Any] = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2),
                                 "eps": config.adam_epsilon, "weight_decay": config.weight_decay}
     if config.optim == "adamw_torch":
-        return torch.optim.AdamW(parameters, **settings)
+        return torch.optim.AdamW(groups, **settings)
     if config.optim == "adamw_torch_fused":
-        return torch.optim.AdamW(parameters, fused=True, **settings)
+        return torch.optim.AdamW(groups, fused=True, **settings)
     import bitsandbytes
 
     eight_bit = bitsandbytes.optim.PagedAdamW8bit if "paged" in config.optim else bitsandbytes.optim.AdamW8bit
-    return eight_bit(parameters, **settings)
+    return eight_bit(groups, **settings)
 
 
 def allocates_each_step(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Return whether every step allocates memory, even once all states exist, as torch's unfused AdamW does."""
+    """Return whether every step allocates memory, even once all states exist, as torch's unfused AdamW does. The few
+    MiB of an EmbeddingOptimizer's bands are not counted."""
+    optimizer = getattr(optimizer, "inner", optimizer)
     if type(optimizer) is torch.optim.AdamW:
         return not optimizer.defaults["fused"]
     return device.type != "cuda" or not type(optimizer).__module__.startswith("bitsandbytes.")
