@@ -244,7 +244,9 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
     def card(self, kind: str = OF_ADAPTER, data: str | None = None, **more: Any) -> str:
         """Return the text of a README.md for the active adapter, or for what it is merged into."""
         history = PastRuns.of_runs(((facts(), state.log_history) for facts, state in self.loaded.runs), data)
-        return card_text(kind, self.base_record(), self.peft_config[self.active_adapter].to_dict(), history, **more)
+        shapes = {name: value.shape for name, value in self.named_parameters() if f".{self.active_adapter}" in name}
+        lora = self.peft_config[self.active_adapter].to_dict()
+        return card_text(kind, self.base_record(), lora, history, shapes=shapes, **more)
 
     def create_or_update_model_card(self, output_dir: str) -> None:
         """Write README.md, as PEFT's method of this name does whenever it saves. One of another hand stays."""

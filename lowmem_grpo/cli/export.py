@@ -9,7 +9,7 @@ import click
 from lowmem_grpo.models.export.gguf import TYPES, find_converter
 from lowmem_grpo.runs.files import check_folder
 from lowmem_grpo.runs.views.terminal import UserPath, echo, plain_errors, quiet
-from lowmem_grpo.utils import size_text
+from lowmem_grpo.utils import count_text, size_text
 
 DEVICE = re.compile(r"cpu|mps|(cuda|xpu)(:\d+)?")
 
@@ -88,6 +88,8 @@ def summary(done: Any) -> list[str]:
     if "merged" in checks:
         lines.append(f"read back: {checks['tensors']} tensors within half a unit of {checks['dtype']}, "
                      f"{checks['merged']} of them merged; {checks['update_kept']:.1%} of the update is left")
+    if checks.get("trained"):
+        lines.append(f"with the adapter's own embedding or head, in {count_text(checks['trained'], 'tensor')}")
     if "logits_difference" in checks:
         lines.append(f"loaded back: logits differ from the adapter's by {checks['logits_difference']:.3g} (root mean "
                      f"square; rounding to {checks['dtype']} explains {checks['logits_rounding']:.3g}), the likeliest "

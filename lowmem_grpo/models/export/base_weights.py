@@ -54,6 +54,7 @@ class Weight:
     dtype: torch.dtype
     open: Callable[[], Rows]
     step: int = 1  # a reader can only start at multiples of this many rows
+    trained: bool = False  # has an adapter's own values, whole or in some rows
 
     @property
     def module(self) -> str:

@@ -21,7 +21,7 @@ from lowmem_grpo.models.export import gguf, model_card
 from lowmem_grpo.models.export.base_weights import empty_model, stored_weights, tensor_files
 from lowmem_grpo.models.export.folder import Exported, ExportError, new_folder
 from lowmem_grpo.models.export.four_bit import check_in_4bit, write_in_4bit
-from lowmem_grpo.models.export.merge import read_pairs
+from lowmem_grpo.models.export.merge import pairs_of
 from lowmem_grpo.models.export.merged import (
     DTYPES,
     Merge,
@@ -31,13 +31,14 @@ from lowmem_grpo.models.export.merged import (
     output_dtype,
     write_folder,
 )
+from lowmem_grpo.models.export.trained_matrices import trained_matrices, with_matrices
 from lowmem_grpo.models.gguf_file import digest_of
 from lowmem_grpo.models.hub import check_repo, model_folder, push
 from lowmem_grpo.models.policy import end_ids
 from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside
 from lowmem_grpo.models.stored_model import resolve
 from lowmem_grpo.models.vision_processor import OF_IMAGES, load_processor, with_saved_bounds
-from lowmem_grpo.runs.adapter_file import check_patterns, layers_of, lora_config, read_adapter
+from lowmem_grpo.runs.adapter_file import check_patterns, layers_of, read_adapter
 from lowmem_grpo.runs.files import CARD, write_card
 from lowmem_grpo.runs.saved_adapter import (
     ADAPTER_FILE,
@@ -101,7 +102,9 @@ def export(run: Path | str, kind: str, out: Path | str, settings: ExportSettings
             record = export_gguf(adapter, settings, converter, temp, done)
         if not (temp / CARD).exists():
             lora, history = adapter_settings(adapter.folder), model_card.PastRuns.of_card(adapter.folder)
-            write_card(temp, model_card.card_text(kind, record, lora, history))
+            with safe_open(adapter.folder / ADAPTER_FILE, "pt") as file:
+                shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
+            write_card(temp, model_card.card_text(kind, record, lora, history, shapes=shapes))
     if repo is not None:
         done.address = push(out, repo, private, api)
     return done
@@ -142,7 +145,9 @@ def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> BaseRecor
 def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> BaseRecord:
     """Merge a saved adapter into the stored base, and return which that is. Only a small model is loaded, to compare
     its logits."""
-    pairs = read_pairs(adapter.folder)
+    adapter_config, tensors = read_adapter(adapter.folder)
+    pairs = pairs_of(adapter_config, tensors, adapter.folder)
+    trained = trained_matrices(adapter_config, tensors, adapter.note)
     record = settled(base_of_adapter(adapter.folder), settings, adapter.folder)
     name, form = str(record.model), form_of_weights(record.load_in_4bit, False, record.load_in_fp8)
     done.base, computed = name, getattr(torch, str(record.dtype))
@@ -161,13 +166,14 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
         if done.format == "gguf":
             raise ExportError(NO_GGUF)
         processor = with_saved_bounds(load_processor(stored.path, tokenizer), adapter.folder)
-    adapter_config = lora_config(adapter_settings(adapter.folder), adapter.folder)
     check_patterns(adapter_config, (path for path, _ in empty_model(config).named_modules()), adapter.note)
     weights = stored_weights(Path(stored.path), config, form, computed, device, names)
+    weights, config = with_matrices(weights, trained, config)
+    rows = config.get_text_config().vocab_size
     dtype, generation = output_dtype(settings.dtype, computed), generation_of(stored.path)
     ends = end_ids(generation_of(adapter.folder) or generation or config, tokenizer)
     merge = Merge(weights, pairs, dtype, config, generation, tokenizer, ends, device,
-                  lambda: adapter_logits(stored, adapter.folder, computed, device, form), processor)
+                  lambda: adapter_logits(stored, adapter.folder, computed, device, form, rows), processor)
     write_folder(merge, temp, done)
     return record
 

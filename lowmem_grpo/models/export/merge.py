@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
+from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -53,7 +54,11 @@ class LoraPair:
 
 def read_pairs(folder: Path) -> dict[str, LoraPair]:
     """Return {module: LoRA pair} of a saved adapter. AdapterError if it is not plain, finite LoRA."""
-    config, tensors = read_adapter(folder)
+    return pairs_of(*read_adapter(folder), folder)
+
+
+def pairs_of(config: LoraConfig, tensors: dict[str, Tensor], folder: Path) -> dict[str, LoraPair]:
+    """Return the same, of what was read from a folder."""
     refuse_variants(config, folder, "merged")
     pairs = {}
     for module, parts in sorted(layers_of(tensors).items()):
@@ -106,6 +111,7 @@ class MergeCheck:
 
     tensors: int = 0
     merged: int = 0
+    trained: int = 0  # with an adapter's own values
     worst_rounding: float = 0.0  # largest |error| in half units of the weight's last place: at most 1
     rounded_otherwise: float = 0.0  # largest share of a tensor's elements that float32 and float64 round differently
     gained: float = 0.0  # sum of (merged - W) * update
@@ -227,6 +233,7 @@ def check_tensor(weight: Weight, written: Any, pair: LoraPair | None, check: Mer
             update = pair.rows(start, stop, base.device, torch.float64)
             otherwise += check_rows(weight.name, base, read, update, check)
     check.merged += pair is not None
+    check.trained += weight.trained
     check.rounded_otherwise = max(check.rounded_otherwise, otherwise / elements)
     if otherwise > max(4, OTHERWISE * elements):
         raise MergeError(f"{weight.name} was read back and is not base plus adapter, rounded: {otherwise:,} of "

@@ -8,7 +8,7 @@ import copy
 import gc
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from lowmem_grpo.models.export.base_weights import Weight, empty_model, live_wei
 from lowmem_grpo.models.export.folder import Exported, ExportError, check_disk, new_folder
 from lowmem_grpo.models.export.merge import LoraPair, MergeError, check_merged, live_pairs, size_of, write_merged
 from lowmem_grpo.models.export.model_card import MERGED, card_text
+from lowmem_grpo.models.export.trained_matrices import live_matrices, with_matrices
 from lowmem_grpo.models.policy import end_ids, evaluating
 from lowmem_grpo.models.pretrained import Pretrained, class_of, compute_in, fix_frequencies
+from lowmem_grpo.models.trained_embedding import base_module
 from lowmem_grpo.runs.files import write_card
 from lowmem_grpo.runs.saved_adapter import BaseRecord
 
@@ -80,12 +82,13 @@ def live_merge(model: Any, tokenizer: Any, dtype: str | None) -> Merge:
     """Return the merge of a loaded model and its adapter, if it has one."""
     loaded = getattr(model, "loaded", None)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    weights, wanted = live_weights(model), output_dtype(dtype, base.get_input_embeddings().weight.dtype)
-    pairs = live_pairs(model) if hasattr(model, "peft_config") else {}
+    pairs, trained = (live_pairs(model), live_matrices(model)) if hasattr(model, "peft_config") else ({}, {})
+    wanted = output_dtype(dtype, base_module(base.get_input_embeddings()).weight.dtype)
+    weights, config = with_matrices(live_weights(model), trained, base.config)
     processor = tokenizer if hasattr(tokenizer, "image_processor") else getattr(loaded, "processor", None)
     tokenizer = tokenizer.tokenizer if processor is tokenizer is not None else tokenizer
     ends = {*end_ids(base.generation_config, tokenizer), *getattr(loaded, "stop_ids", ())}
-    return Merge(weights, pairs, wanted, base.config, base.generation_config, tokenizer, sorted(ends),
+    return Merge(weights, pairs, wanted, config, base.generation_config, tokenizer, sorted(ends),
                  str(model.device), lambda: live_logits(model), processor, getattr(loaded, "max_seq_length", 0))
 
 
@@ -123,14 +126,14 @@ def write_files(merge: Merge, temp: Path, done: Exported) -> None:
     if merge.tokenizer is not None:
         (merge.processor or merge.tokenizer).save_pretrained(temp)
     checked = check_merged(temp, tensor_files(temp), merge.weights, merge.pairs)
-    tied = {"lm_head.weight"} if getattr(config.get_text_config(), "tie_word_embeddings", False) else set()
-    check_loads(temp, {weight.name for weight in merge.weights} | tied)
+    check_loads(temp, {weight.name: weight.shape for weight in merge.weights})
     if checked.kept < MUCH:
         logger.warning("of the adapter's update %.0f%% is left after rounding to %s: most of its elements are smaller "
                        "than the steps between 16-bit numbers. The adapter itself loses nothing; float16 is finer",
                        100 * checked.kept, merge.dtype)
-    done.checks |= {"tensors": checked.tensors, "merged": checked.merged, "worst_rounding": checked.worst_rounding,
-                    "rounded_otherwise": checked.rounded_otherwise, "update_kept": checked.kept, "tensor_bytes": total,
+    done.checks |= {"tensors": checked.tensors, "merged": checked.merged, "trained": checked.trained,
+                    "worst_rounding": checked.worst_rounding, "rounded_otherwise": checked.rounded_otherwise,
+                    "update_kept": checked.kept, "tensor_bytes": total,
                     "dtype": str(merge.dtype).removeprefix("torch.")}
 
 
@@ -188,9 +191,12 @@ def rms(left: list[Tensor], right: list[Tensor]) -> float:
     return squares.mean().sqrt().item()
 
 
-def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, form: str) -> Logits:
-    """Return a function for the float32 logits of base and adapter by PEFT, with the base rounded as in training."""
+def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, form: str, rows: int) -> Logits:
+    """Return a function for the float32 logits of base and adapter by PEFT, with the base rounded as in training, and
+    `rows` tokens in its vocabulary."""
     model, _ = base.load(dtype, device, form)
+    if rows != model.config.get_text_config().vocab_size:
+        model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has the values of new rows
     compute_in(model, torch.float32)
     for parameter in model.parameters():  # requantizing weights in 4 bit or FP8 would change their values
         if not isinstance(parameter, Params4bit) and parameter.is_floating_point():
@@ -210,8 +216,8 @@ def live_logits(model: Any) -> Logits:
     return logits
 
 
-def check_loads(folder: Path, names: set[str]) -> None:
-    """Raise MergeError unless `names` has every parameter of the model that the folder's config describes."""
+def check_loads(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise MergeError unless these are all parameters of the model that the folder's config describes."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config, "quantization_config", None) is not None:
         raise MergeError(f"{folder}/config.json still has a quantization_config")
@@ -220,6 +226,9 @@ def check_loads(folder: Path, names: set[str]) -> None:
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     loaded = {rename_source_key(name, renamings, converters, model.base_model_prefix, own)[0]  # experts share one name
-              for name in names if name not in own}
-    if missing := sorted(own.keys() - names - loaded):
+              for name in shapes if name not in own}
+    if missing := sorted(own.keys() - shapes.keys() - loaded - model.all_tied_weights_keys.keys()):
         raise MergeError(f"{folder} holds no {missing[0]}, which a {type(model).__name__} has")
+    if odd := sorted(name for name in own.keys() & shapes.keys() if own[name].shape != shapes[name]):
+        raise MergeError(f"{folder} holds {odd[0]} of {shapes[odd[0]]}, which a {type(model).__name__} with its "
+                         f"config.json has of {tuple(own[odd[0]].shape)}")

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -30,6 +30,7 @@ SETTINGS = ("learning_rate", "lr_scheduler_type", "per_device_train_batch_size",
 OF_TEACHER = ("distillation_mode", "distillation_topk", "distillation_alpha", "distillation_weight")
 MEASURED = ("reward", "loss", "eval_reward", "eval_loss", "distillation/divergence")
 NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # on the hub
+OF_MODULE = re.compile(r"\.(token_adapter|modules_to_save|weight|lora_\w+)\b")  # after a module, in a tensor's name
 CACHED = re.compile(r"models--([^/]+?)--([^/]+)")  # a folder of the hub's cache
 Run = tuple[Mapping[str, Any], list[dict[str, Any]]]  # as in summary.json and metrics.jsonl
 
@@ -64,8 +65,10 @@ class PastRuns:
 
 
 def card_text(kind: str, base: BaseRecord, lora: Mapping[str, Any] | None = None, history: PastRuns | None = None,
-              title: str | None = None, tags: str | Iterable[str] | None = None) -> str:
-    """Return the card of an ADAPTER, of a MERGED model or of a GGUF file. `lora` has the fields of adapter_config.json.
+              title: str | None = None, tags: str | Iterable[str] | None = None,
+              shapes: Mapping[str, Sequence[int]] | None = None) -> str:
+    """Return the card of an ADAPTER, of a MERGED model or of a GGUF file. `lora` has the fields of adapter_config.json,
+    and `shapes` those of the adapter's tensors.
     """
     from huggingface_hub import ModelCardData
 
@@ -77,7 +80,8 @@ def card_text(kind: str, base: BaseRecord, lora: Mapping[str, Any] | None = None
         tags=each_once([*kinds, *history.tags, *([tags] if isinstance(tags, str) else tags or [])]))
     parts = [f"# {title or (TITLES[kind].format(name) if lora else name)}", "Made with lowmem-grpo. " + USES[kind],
              listed({"base model": of_base(base), "its weights in training": form_of_base(base) if lora else None,
-                     "LoRA": lora and lora_text(lora)}), history.text]
+                     "LoRA": lora and lora_text(lora),
+                     "trained beside it": lora and beside_text(lora, shapes or {})}), history.text]
     return f"---\n{front.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -135,6 +139,17 @@ def lora_text(lora: Mapping[str, Any]) -> str:
     targets = lora.get("target_modules") or ()
     on = targets if isinstance(targets, str) else ", ".join(sorted(targets))
     return f"rank {lora.get('r')}, alpha {lora.get('lora_alpha')}, on {on}"
+
+
+def beside_text(lora: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> str:
+    """Return what an adapter's tensors are beside LoRA; of a tied embedding and head, only the first."""
+    parts = []
+    for name, shape in shapes.items():
+        module, kind = OF_MODULE.split(name)[:2]
+        if ".lora_" not in name:
+            size = " x ".join(f"{each:,}" for each in shape)
+            parts.append(f"{'rows' if kind == 'token_adapter' else 'all'} of {module.rpartition('.')[2]} ({size})")
+    return f"{min(parts)}, tied" if lora.get("ensure_weight_tying") and parts else ", ".join(sorted(parts))
 
 
 def method_of(facts: Mapping[str, Any]) -> str:
