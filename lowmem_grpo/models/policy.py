@@ -378,12 +378,15 @@ class Policy:
         live = {name: own[name].data for name in adapter}
         try:
             for name, kept in adapter.items():
-                own[name].data = kept.to(self.device)
+                own[name].data = kept.to(live[name].device)
             with evaluating(self.model):
                 yield
         finally:  # restores the same memory: optimizers and engines hold its addresses
             for name, data in live.items():
                 own[name].data = data
+            for table in (self.base.get_input_embeddings(), self.head.linear):
+                if (layer := getattr(table, "token_adapter", None)) is not None:
+                    layer.get_merged_weights(None)  # the trained rows lie in the base's matrix
 
 
 def end_ids(generation_config: Any, tokenizer: Any) -> list[int]:

@@ -65,14 +65,17 @@ class TrainedRows:
 class SharedRows(TrainableTokensLayer):
     """PEFT's layer of chosen rows, whose values are in the base's matrix while its adapter is active."""
 
-    def __init__(self, made: TrainableTokensLayer, tied: "SharedRows | None" = None) -> None:
-        """Take the place of a layer that PEFT made; `tied` has the same matrix and rows."""
+    def __init__(self, made: TrainableTokensLayer, device: torch.device, tied: "SharedRows | None" = None) -> None:
+        """Take the place of a layer that PEFT made; `tied` has the same matrix and rows. The values are trained on the
+        device, where the matrix may not be."""
         (name,) = made.active_adapters
         super().__init__(made.base_layer, name, tied_adapter=tied)
+        self.device = device
         if tied is None:
             self.trainable_tokens_delta = made.trainable_tokens_delta
             self.trainable_tokens_original = made.trainable_tokens_original
             self.token_indices = made.token_indices
+            self.move_to_device(name)
         self.sorted: dict[str, tuple[Tensor, Tensor]] = {}  # of each adapter: its ids, and their order
 
     @property
@@ -122,13 +125,14 @@ class SharedRows(TrainableTokensLayer):
         return rows.put(result, x, self._get_embed_scale(), base.padding_idx)
 
     def enable_adapters(self, enabled: bool) -> None:
-        if not enabled:
-            self.restore()
+        self.restore()
         super().enable_adapters(enabled)
+        self.get_merged_weights(None)  # an engine may go on with the matrix before anything else reads it
 
     def set_adapter(self, adapter_names: Any, inference_mode: bool = False) -> None:
         self.restore()
         super().set_adapter(adapter_names, inference_mode)
+        self.get_merged_weights(None)
 
     def delete_adapter(self, adapter_name: str) -> None:
         self.restore()
@@ -138,6 +142,12 @@ class SharedRows(TrainableTokensLayer):
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         self.restore()  # PEFT reads the new adapter's first values from the matrix
         super().update_layer(adapter_name, *args, **kwargs)
+        self.move_to_device(adapter_name)
+
+    def move_to_device(self, name: str) -> None:
+        own, original = self.trainable_tokens_delta[name], self.trainable_tokens_original[name]
+        self.trainable_tokens_delta[name] = nn.Parameter(own.detach().to(self.device), own.requires_grad)
+        self.trainable_tokens_original[name] = original.to(self.device)
 
 
 class RowGradients(torch.autograd.Function):
@@ -228,11 +238,12 @@ def prepare_embeddings(model: nn.Module) -> None:
     """After PEFT has wrapped a model: let trained rows share the base's matrix, and hold copies of float16 matrices in
     float32, because loss scaling takes no float16 gradients."""
     made: dict[int, SharedRows] = {}  # by the matrix
+    device = next((own.device for own in model.parameters() if own.device.type != "cpu"), torch.device("cpu"))
     for module in model.modules():
         if isinstance(module, TrainableTokensWrapper) and not isinstance(module.token_adapter, SharedRows):
             layer = module.token_adapter
-            module.token_adapter = SharedRows(layer, made.get(id(layer.base_layer.weight)) if layer.tied_adapter
-                                              else None)
+            module.token_adapter = SharedRows(layer, device, made.get(id(layer.base_layer.weight))
+                                              if layer.tied_adapter else None)
             made.setdefault(id(layer.base_layer.weight), module.token_adapter)
     wide: dict[int, nn.Parameter] = {}  # of each copy in float16
     for copied in copies(model):

@@ -18,7 +18,7 @@ from lowmem_grpo import FastLanguageModel, GRPOConfig
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.offload.embedding import HostEmbedding
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.trained_embedding import SharedRows
+from lowmem_grpo.models.trained_embedding import SharedRows, prepare_embeddings
 from lowmem_grpo.trainer.model_setup import Brought
 
 BATCH = batch_of([(3, [4]), (2, [5, 3])])
@@ -138,6 +138,38 @@ def test_an_embedding_on_the_host_is_trained_there(settings: dict[str, Any]) -> 
         with torch.no_grad():
             scatter(model, of="lora_")
     assert_alike(learned(Policy(ours), BATCH), learned_alone(theirs, BATCH), 1e-5)
+
+
+def test_rows_of_an_embedding_on_the_host_are_trained_on_the_models_device() -> None:
+    base = random_model("Llama", tie_word_embeddings=False)
+    table = HostEmbedding(base.get_input_embeddings())
+    base.to("meta").set_input_embeddings(table)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=ROWS))
+    prepare_embeddings(model)
+    model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+    assert {weight.device.type for name, weight in model.named_parameters() if "tokens_delta" in name} == {"meta"}
+    assert table.weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("case", ["rows, tied", "rows of both"])
+def test_what_computed_with_other_values_leaves_the_trained_rows_in_the_matrix(case: str) -> None:
+    ours, _ = pair(*CASES[case])
+    policy = Policy(ours)
+    matrix = policy.base.get_input_embeddings().original_module.weight
+    policy.logprobs(BATCH, 1.0)
+    own, values = matrix.detach().clone(), policy.trained.values()
+    policy.reference_adapter = {name: value + 1 for name, value in values.items()}
+    policy.device = torch.device("meta")  # some values, as those of an embedding on the host, lie elsewhere
+    for context in (policy.base_model, policy.reference):
+        with torch.no_grad(), context():
+            policy.logprobs(BATCH, 1.0)
+            assert not torch.equal(matrix, own)
+        assert torch.equal(matrix, own)
+    ours.add_adapter("other", copy.deepcopy(ours.peft_config["default"]))
+    ours.set_adapter("other")
+    assert not torch.equal(matrix, own)
+    ours.set_adapter("default")
+    assert torch.equal(matrix, own)
 
 
 @pytest.mark.parametrize("settings", [WHOLE, WHOLE | {"ensure_weight_tying": True}])

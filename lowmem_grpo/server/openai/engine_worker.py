@@ -56,6 +56,7 @@ class EngineWorker:
         `engine` that is passed here is never replaced."""
         self.model, self.tokenizer, self.seed = model, tokenizer or model.loaded.tokenizer, seed
         self.policy, self.memory = policy or Policy(model.inner), RunMemory()
+        self.vocabulary = len(self.policy.head.weight)  # which is read in one thread: it writes trained rows
         self.engine, self.given = engine, engine is not None
         self.policy_version = 0
         self.context: int = model.loaded.max_seq_length
@@ -75,9 +76,9 @@ class EngineWorker:
         call.seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own
         try:  # what would make the engine session fail
             budget_of(call.ids, call.params.max_tokens, self.context)
-            vocabulary = self.policy.head.weight.shape[0]
-            if unknown := [token for token in call.ids if not 0 <= token < vocabulary]:
-                raise ValueError(f"the prompt has the token {unknown[0]}; the model's tokens are 0 to {vocabulary - 1}")
+            if unknown := [token for token in call.ids if not 0 <= token < self.vocabulary]:
+                raise ValueError(f"the prompt has the token {unknown[0]}; the model's tokens are 0 to "
+                                 f"{self.vocabulary - 1}")
         except ValueError as error:
             call.future.set_exception(error)
         else:
