@@ -3,14 +3,14 @@
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from peft import LoraConfig, PeftModelForCausalLM, set_peft_model_state_dict
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_grpo.data.prompt_inputs import calls_of, encoded
@@ -31,9 +31,10 @@ from lowmem_grpo.models.lora_targets import check_config, check_targets
 from lowmem_grpo.models.policy import Policy, end_ids, evaluating
 from lowmem_grpo.models.pretrained import fix_frequencies, generation_of, tokenizer_beside
 from lowmem_grpo.models.quantized_linear import form_of, linears_in_4bit
+from lowmem_grpo.models.trained_set import TrainedWeight, adapter_values
 from lowmem_grpo.models.vision import ImageInputs, store_of
 from lowmem_grpo.models.vision_processor import with_saved_bounds
-from lowmem_grpo.runs.adapter_file import PREFIX, check_for, layers_of, read_adapter, refuse_variants
+from lowmem_grpo.runs.adapter_file import PREFIX, beside_of, check_for, layers_of, read_adapter, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.files import explained, write_card
 from lowmem_grpo.runs.saved_adapter import AdapterError, BaseRecord, base_of_adapter, check_base
@@ -223,8 +224,14 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
 
     def write_adapter(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
         """Write what `save_pretrained` writes."""
+        if len(args) < 3:  # PEFT's "auto" asks the hub about the vocabulary, and adds a resized base's matrices
+            kwargs.setdefault("save_embedding_layers", False)
         super().save_pretrained(save_directory, *args, **kwargs)
         self.base_record().write(Path(save_directory))
+        if self.loaded.new_tokens:
+            from lowmem_grpo.models.new_tokens import save_rows
+
+            save_rows(self, Path(save_directory))
         if ADAPTER in (kwargs.get("selected_adapters") or [ADAPTER]):  # a server's clients use the base's tokenizer
             (self.loaded.processor or self.loaded.tokenizer).save_pretrained(save_directory)
             base: Any = self.get_base_model()
@@ -236,10 +243,11 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         base: Any = self.get_base_model()
         held, in_fp8 = next(linears_in_4bit(base), None), form_of(base) == FP8 and form_in_fp8(base)
         embedding = base.get_input_embeddings()
-        dtype = getattr(embedding, "original_module", embedding).weight.dtype
-        dtype = dtype if held is None else held.weight.quant_state.dtype
+        weight = getattr(embedding, "original_module", embedding).weight
+        dtype = weight.dtype if held is None else held.weight.quant_state.dtype
+        rows = None if len(weight) == (self.loaded.vocabulary or len(weight)) else len(weight)
         return BaseRecord(self.loaded.name, held is not None, str(dtype).removeprefix("torch."), self.loaded.revision,
-                          in_fp8, self.loaded.sha256)
+                          in_fp8, self.loaded.sha256, rows)
 
     def card(self, kind: str = OF_ADAPTER, data: str | None = None, **more: Any) -> str:
         """Return the text of a README.md for the active adapter, or for what it is merged into."""
@@ -307,17 +315,40 @@ def adapter_for(model: Any, request: LoraRequest | None) -> Iterator[None]:
     elif request.path is None:
         yield
     else:
-        check_for(model, request.path)  # the request may come from another model, or the file may have changed
+        config, tensors = check_for(model, request.path)  # of another model, perhaps, or of a file that has changed
+        beside = beside_of(model, config)
+        config.modules_to_save = config.trainable_token_indices = None
+        config.ensure_weight_tying, config.init_lora_weights, config.inference_mode = False, True, True
         live = model.active_adapter
-        with evaluating(model):  # as `load_adapter` sets it
+        with evaluating(model), ExitStack() as stack:
             try:
-                model.load_adapter(str(request.path), SAVED_ADAPTER, is_trainable=False)
+                model.add_adapter(SAVED_ADAPTER, config)
+                for name, parameter in adapter_values(model, SAVED_ADAPTER).items():
+                    saved = TrainedWeight(name, parameter, None).saved_name
+                    parameter.data.copy_(tensors[saved if saved in tensors else saved.removesuffix(".weight")])
+                model.eval()
                 model.set_adapter(SAVED_ADAPTER)
+                for name, (matrix, rows) in beside.items():
+                    stack.enter_context(holding(matrix.data, rows, tensors[name]))
                 yield
             finally:
+                stack.close()
                 model.set_adapter(live)
                 if SAVED_ADAPTER in model.peft_config:
                     model.delete_adapter(SAVED_ADAPTER)
+
+
+@contextmanager
+def holding(matrix: Tensor, rows: list[int] | None, values: Tensor) -> Iterator[None]:
+    """Inside the context, a matrix has these values in its rows (None: in all), in place, as engines know its address;
+    afterwards its own again."""
+    places = slice(None) if rows is None else rows
+    own = matrix[places].clone()
+    matrix[places] = values.to(matrix)
+    try:
+        yield
+    finally:
+        matrix[places] = own
 
 
 def check_bare(model: Any) -> None:
@@ -366,6 +397,8 @@ def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = 
 def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[FastPeftModel, Any]:
     """Load a saved adapter and its base model; return the model, and the tokenizer saved with the adapter (else the
     base's). Raise AdapterError if the adapter is not plain LoRA or does not name its base model."""
+    from lowmem_grpo.models.new_tokens import fit_vocabulary
+
     (config, tensors), tokenizer = read_adapter(folder), tokenizer_beside(folder)
     refuse_variants(config, folder, "trained")
     record = base_of_adapter(folder)
@@ -377,6 +410,7 @@ def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[Fas
     model, _ = cls.from_pretrained(record.model, **arguments | own)
     check_base(folder, record.model, own["revision"], model.loaded.sha256)
     check_targets(model.inner, [name.removeprefix(PREFIX) for name in layers_of(tensors)])
+    fit_vocabulary(model, folder, config, tensors)
     adapted = with_values_to_come(model, config)
     check_for(adapted, folder)
     set_peft_model_state_dict(adapted, tensors)

@@ -13,6 +13,7 @@ import click
 from lowmem_grpo.cli.options import NO_EPISODES
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.loader import FastVisionModel
+from lowmem_grpo.models.new_tokens import fit_vocabulary
 from lowmem_grpo.models.pretrained import tokenizer_beside
 from lowmem_grpo.recipes.eval_task import find_exam
 from lowmem_grpo.recipes.presets import choose
@@ -38,12 +39,12 @@ def adapter_and_base(adapter: Path | None) -> tuple[Path | None, str | None]:
 def load(model: str, adapter: Path | None, context: int, **options: Any) -> tuple[Any, Any]:
     """Load and return the model, and the LoRA request for its adapter (None without an adapter). `options` are those of
     FastVisionModel.from_pretrained, which loads models of text too."""
-    layers, tokenizer = (None, None) if adapter is None else (layers_of(read_adapter(adapter)[1]),
-                                                              tokenizer_beside(adapter))
+    saved, tokenizer = (None, None) if adapter is None else (read_adapter(adapter), tokenizer_beside(adapter))
     bare, _ = FastVisionModel.from_pretrained(model, max_seq_length=context, **options)
-    if adapter is None or layers is None:
+    if adapter is None or saved is None:
         return bare, None
-    modules = sorted({name.rpartition(".")[2] for name in layers})
+    fit_vocabulary(bare, adapter, *saved)
+    modules = sorted({name.rpartition(".")[2] for name in layers_of(saved[1])})
     wrapped = FastVisionModel.get_peft_model(bare, target_modules=modules, use_gradient_checkpointing=False)
     wrapped.take_up(adapter, tokenizer)
     return wrapped, wrapped.load_lora(adapter)

@@ -14,6 +14,7 @@ from lowmem_grpo.utils import count_text
 BESIDE: Table = any_value("modules_to_save", "trainable_token_indices", "ensure_weight_tying")
 WHOLE = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out", "word_embeddings")  # heads and embeddings
 ROWS = ".token_adapter.trainable_tokens_delta"  # end of the name of trained rows in a file
+MATRICES = tuple(f".{name}.weight" for name in WHOLE)  # ends of the names of whole matrices in a file
 OF_LORA = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_vector")  # ends of names in a file
 TRAINED = re.compile(r"\.lora_|\.modules_to_save\.[^.]+\.weight$|\.token_adapter\.trainable_tokens_delta\.")
 
@@ -59,21 +60,26 @@ def check_trained(names: Iterable[str]) -> None:
                          "trained here: freeze it with requires_grad_(False)")
 
 
-def faults_beside(config: Any, names: Iterable[str]) -> Iterator[str]:
-    """Yield what is wrong with the tensors of an adapter's file, by name, that are not LoRA's: those that are not of a
-    module in the config's `modules_to_save`, and the modules in it that have no tensor."""
-    missing = {*(config.modules_to_save or ())}
-    if other := next((name for name in sorted(missing) if name.rpartition(".")[2] not in WHOLE), None):
-        yield f"trains {other} (modules_to_save), and only embedding and head are trained beside LoRA here"
+def faults_beside(config: Any, names: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong with the names of tensors in an adapter's file: those that are neither LoRA's nor of what the
+    config trains beside it, and what the config trains without a tensor."""
+    whole, rows = last_parts(config.modules_to_save), bool(config.trainable_token_indices)
+    if other := sorted(whole.difference(WHOLE)):
+        yield f"trains {other[0]} (modules_to_save), and only embedding and head are trained beside LoRA here"
     for name in names:
         layer, lora, _ = name.partition(".lora_")
-        modules = {module for module in config.modules_to_save or () if f"{module}." in name and not lora}
-        tied = config.ensure_weight_tying and config.modules_to_save and layer.removesuffix(".weight").endswith(WHOLE)
-        missing -= modules
-        rows = bool(config.trainable_token_indices) and name.endswith(ROWS)
-        if not (modules or rows or (tied and not lora)) and (layer.endswith(WHOLE) or not name.endswith(OF_LORA)):
+        of_lora = bool(lora) and name.endswith(OF_LORA) and not layer.endswith(WHOLE)
+        if not (of_lora or (rows and name.endswith(ROWS)) or (whole and not lora and name.endswith(MATRICES))):
             yield f"holds {name}, and only LoRA on linear layers below the head is loaded here"
-    yield from (f"lacks {module}, which its modules_to_save names" for module in sorted(missing))
+    yield from (f"lacks {module}, which its modules_to_save names" for module in sorted(whole)
+                if not any(name.endswith(f"{module}.weight") for name in names))
+    if rows and not any(name.endswith(ROWS) for name in names):
+        yield "lacks the rows that its trainable_token_indices names"
+
+
+def last_parts(modules: Iterable[str] | None) -> set[str]:
+    """Return the names of modules without the paths before them."""
+    return {module.rpartition(".")[2] for module in modules or ()}
 
 
 def check_rows(stored: int | None, rows: int, untrained: Sequence[int] = ()) -> None:

@@ -2,20 +2,28 @@
 it trains them."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.utils import ModulesToSaveWrapper
 from peft.utils.other import TrainableTokensWrapper
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lowmem_grpo.memory.offload.embedding import HostEmbedding, tables
+from lowmem_grpo.config.beside_lora import MATRICES
+from lowmem_grpo.memory.offload.embedding import tables
 from lowmem_grpo.models.policy import check_linear
+from lowmem_grpo.models.trained_embedding import base_module, is_tied
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
+from lowmem_grpo.runs.saved_adapter import NEW_ROWS, AdapterError, base_of_adapter
 from lowmem_grpo.utils import COUNT, SHARE, count_text, one_of, require
 
 logger = logging.getLogger(__name__)
+MOST = 2**16  # rows that a saved adapter may add to a base beyond doubling it: a wrong number would fill the memory
 AFTER_LORA = ("the model has LoRA already, which was made for its vocabulary as it is: load the model again, add the "
               "tokens, and then call get_peft_model")
 
@@ -84,19 +92,55 @@ def resize_to(model: Any, rows: int | None, multiple: int | None) -> nn.Module:
 
 def resize(model: Any, rows: int) -> None:
     """Add rows to embedding and head, with the mean of the old ones, and record them as those of new tokens."""
-    base, table = model.inner, model.get_input_embeddings()
-    held, means = len(table.weight), [mean_row(weight) for weight in matrices(base)]
+    base, means = model.inner, [mean_row(weight) for weight in matrices(model.inner)]
+    held = len(base.get_input_embeddings().weight)
     model.close_engine()
-    if isinstance(table, HostEmbedding):
-        base.set_input_embeddings(nn.Embedding.from_pretrained(table.weight.data))
     with torch.random.fork_rng():  # transformers draws rows
         base.resize_token_embeddings(rows, mean_resizing=False)
-    if isinstance(table, HostEmbedding):
-        table.weight = base.get_input_embeddings().weight
-        base.set_input_embeddings(table)
     for weight, mean in zip(matrices(base), means, strict=True):
         weight.data[held:] = mean.to(weight.dtype)
     model.loaded.new_tokens = sorted({*model.loaded.new_tokens, *range(held, rows)})
+
+
+def save_rows(model: Any, folder: Path) -> None:
+    """Write the base's rows of new tokens beside an adapter, so that it is loaded with the same base. While rows are
+    trained, the base's own are in PEFT's copy of them."""
+    ids = model.loaded.new_tokens
+    saved = {"ids": torch.tensor(ids)}
+    for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
+        saved[name] = base_module(module).weight.detach()[ids].cpu()
+        if isinstance(module, TrainableTokensWrapper):
+            originals = module.token_adapter.trainable_tokens_original[ADAPTER]
+            own = dict(zip(module.token_adapter.token_indices[ADAPTER], originals, strict=True))
+            saved[name] = torch.stack([own.get(row, kept) for row, kept in zip(ids, saved[name], strict=True)])
+    save_file(saved, folder / NEW_ROWS)
+
+
+def fit_vocabulary(model: Any, folder: Path, config: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Give a base the rows with which the adapter in `folder` was trained: those that were saved beside it or, of an
+    adapter that PEFT saved, as many as its matrices, ids and tokenizer need. Sets `ensure_weight_tying` of the config
+    for a tied base. AdapterError for a file of rows that does not fit."""
+    config.ensure_weight_tying = config.ensure_weight_tying or bool(config.modules_to_save and is_tied(model.inner))
+    chosen = config.trainable_token_indices or ()
+    ids = [row for rows in (chosen.values() if isinstance(chosen, dict) else [chosen]) for row in rows]
+    held = len(model.get_input_embeddings().weight)
+    rows = base_of_adapter(folder).vocab_size or next(
+        (len(tensor) for name, tensor in tensors.items() if name.endswith(MATRICES)), max([held - 1, *ids]) + 1)
+    if rows != held:
+        if rows > 2 * held + MOST:
+            raise AdapterError(f"the adapter in {folder} names row {rows - 1} of an embedding, and its base has {held} "
+                               "rows; one file is of another adapter")
+        check_resizable(model, rows > held)
+        resize(model, rows)
+    if (path := folder / NEW_ROWS).is_file():
+        try:
+            saved = load_file(path)
+            model.loaded.new_tokens = [range(rows)[row] for row in saved["ids"].tolist() if row >= 0]
+            for name, weight in zip(("embedding", "head"), matrices(model.inner), strict=False):
+                weight.data[model.loaded.new_tokens] = saved[name].to(weight)
+        except (LookupError, RuntimeError, SafetensorError) as error:
+            raise AdapterError(f"{path} does not hold rows of this base's new tokens ({error}); take it from the run "
+                               "again, or delete it, which begins with the mean of the old rows") from error
 
 
 def loaded_of(model: Any) -> Any:

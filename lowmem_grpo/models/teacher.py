@@ -13,7 +13,7 @@ from lowmem_grpo.config.teacher import BASE, EMA
 from lowmem_grpo.models.policy import Policy, evaluating
 from lowmem_grpo.runs.adapter_file import read_adapter
 from lowmem_grpo.runs.checkpoint import check_adapter, check_scaling
-from lowmem_grpo.runs.checkpoint_state import ADAPTER
+from lowmem_grpo.runs.checkpoint_state import ADAPTER, adapter_tensors
 from lowmem_grpo.runs.saved_adapter import AdapterError, MismatchError, adapter_settings, check_base
 
 
@@ -66,11 +66,12 @@ def adapter_of(folder: Path, student: Policy, loaded: Any) -> dict[str, Tensor]:
     base model, rank, scale and layers; `loaded` says the policy's base model."""
     check_base(folder, loaded.name, loaded.revision, loaded.sha256)
     _, tensors = read_adapter(folder)
-    held = {weight.saved_name: weight.parameter.detach() for weight in student.trained}
+    model: Any = student.model
+    held = adapter_tensors(model)
     wide = {name: tensor.to(held[name].dtype) if name in held else tensor for name, tensor in tensors.items()}
     try:
         check_adapter(folder, wide, held)
-        check_scaling(adapter_settings(folder), student.model.peft_config[ADAPTER], folder)
+        check_scaling(adapter_settings(folder), model.peft_config[ADAPTER], folder)
     except MismatchError as error:
         raise AdapterError(f"the teacher's adapter does not fit the student's: {error}. Both are on one base model, so "
                            "they need equal settings: put LoRA on the student with the teacher's r, lora_alpha and "

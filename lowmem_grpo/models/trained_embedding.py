@@ -15,6 +15,7 @@ from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 
+from lowmem_grpo.config.beside_lora import last_parts
 from lowmem_grpo.kernels.custom_op import large_products, matmul_fp32
 from lowmem_grpo.kernels.logits import LogitShape
 
@@ -195,7 +196,7 @@ def is_tied(model: Any) -> bool:
 def check_beside(model: Any, config: LoraConfig) -> None:
     """Raise ValueError if LoRA's settings train modules other than embedding and head, or not as they can be."""
     known = tables(model)
-    whole, rows = names_of(config.modules_to_save), rows_by_name(model, config)
+    whole, rows = last_parts(config.modules_to_save), rows_by_name(model, config)
     if other := sorted({*whole, *rows} - known.keys()):
         raise ValueError(f"{other[0]} cannot be trained beside LoRA: allowed in modules_to_save and "
                          f"trainable_token_indices are {' and '.join(known)}; leave it out")
@@ -211,10 +212,6 @@ def check_beside(model: Any, config: LoraConfig) -> None:
                          f"trainable_token_indices as a list, or name only {embedding} in it")
     for name, ids in rows.items():
         check_ids(name, ids, len(base_module(known[name]).weight))
-
-
-def names_of(modules: Any) -> set[str]:
-    return {name.rpartition(".")[2] for name in modules or ()}
 
 
 def rows_by_name(model: Any, config: LoraConfig) -> dict[str, Any]:

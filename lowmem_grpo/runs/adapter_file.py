@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowmem_grpo import utils
-from lowmem_grpo.config.beside_lora import accepts, faults_beside
+from lowmem_grpo.config.beside_lora import ROWS, accepts, faults_beside, last_parts
 from lowmem_grpo.config.loading import LORA
 from lowmem_grpo.config.unsupported import is_off
 from lowmem_grpo.runs.saved_adapter import ADAPTER_FILE, AdapterError, adapter_settings, check_adapter_folder
@@ -33,7 +34,8 @@ ANY = frozenset((  # settings that may have any value; those without a comment a
     "exclude_modules", "layers_to_transform", "layers_pattern", "lora_bias", "peft_type", "base_model_name_or_path",
     "task_type", "inference_mode", "auto_mapping", "peft_version", "revision", "runtime_config",  # metadata
     "eva_config", "loftq_config", "corda_config", "lora_ga_config",  # only used at initialization
-    "modules_to_tie", "fan_in_fan_out", "megatron_core", "qalora_group_size",  # no effect on LoRA on linear layers
+    "modules_to_tie", "target_modules_to_tie",  # where PEFT notes what it tied
+    "fan_in_fan_out", "megatron_core", "qalora_group_size",  # no effect on LoRA on linear layers
 ))
 OF_FILES = LORA | {  # rules for the settings in a file: PEFT also saves what is not trained here
     "lora_alpha": utils.number("from -1e9 to 1e9", lambda value: abs(value) <= 1e9), "lora_dropout": utils.SHARE,
@@ -183,8 +185,9 @@ def layers_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return layers
 
 
-def check_for(model: nn.Module, folder: Path) -> None:
-    """Raise AdapterError unless the adapter in `folder` is complete and fits the LoRA layers of `model`."""
+def check_for(model: nn.Module, folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """Return the config and the tensors of the adapter in `folder`. AdapterError unless it is complete and fits the
+    LoRA layers, the embedding and the head of `model`."""
     config, tensors = read_adapter(folder)
     saved = layers_of(tensors)
     check_patterns(config, (name.removeprefix(PREFIX) for name, _ in model.named_modules()), f"the adapter in {folder}")
@@ -206,6 +209,9 @@ def check_for(model: nn.Module, folder: Path) -> None:
     for name, parts in sorted(saved.items()):
         for problem in problems(parts, held[name], config, rank_of(config, name)):
             raise AdapterError(f"the adapter in {folder} does not fit: {name} {problem}")
+    for problem in problems_beside(model, config, tensors):
+        raise AdapterError(f"the adapter in {folder} does not fit: {problem}")
+    return config, tensors
 
 
 def refuse_variants(config: LoraConfig, folder: Path, done: str) -> None:
@@ -213,6 +219,49 @@ def refuse_variants(config: LoraConfig, folder: Path, done: str) -> None:
     if name := next((name for name in ("use_dora", "lora_bias") if getattr(config, name)), None):
         raise AdapterError(f"the adapter in {folder} has {name}=True, and only plain LoRA is {done} here. To sample "
                            f"with it, pass model.load_lora(FOLDER) to fast_generate; else {MERGE}")
+
+
+def problems_beside(model: Any, config: LoraConfig, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield the faults of what a file holds beside LoRA, whole matrices and chosen rows, for this model."""
+    saved = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    if not saved:
+        return
+    expected = beside_of(model, config)
+    if missing := sorted(expected.keys() - saved.keys()):
+        yield f"it lacks {missing[0]}; the file is not whole, or it was trained with an embedding that is not the head"
+    if other := sorted(saved.keys() - expected.keys()):
+        yield f"it holds {other[0]}, which its adapter_config.json does not train in this model"
+    for name in sorted(expected.keys() & saved.keys()):
+        matrix, ids = expected[name]
+        for row, times in Counter(ids or ()).items():
+            if times > 1 or not 0 <= row < len(matrix):
+                yield f"its trainable_token_indices name row {row}, twice or beyond the model's {len(matrix)} rows"
+        wanted = [len(matrix) if ids is None else len(ids), matrix.shape[1]]
+        if wanted != [*saved[name].shape]:
+            yield (f"{name} is {[*saved[name].shape]} where {wanted} is expected; for another number of rows, load the "
+                   "adapter's folder with from_pretrained, which resizes its base")
+    whole = [saved[name] for name in expected.keys() & saved.keys() if not name.endswith(ROWS)]
+    if len({id(matrix) for matrix, _ in expected.values()}) < len(expected) and not torch.equal(whole[0], whole[-1]):
+        yield f"the model's embedding is its head, and the file has two different matrices for them: {MERGE}"
+
+
+def beside_of(model: Any, config: LoraConfig) -> dict[str, tuple[Tensor, Any]]:
+    """Return {name in the file: (matrix in the base, ids of its rows, None for all)} of what is trained beside LoRA."""
+    modules = {module: name for name, module in model.named_modules()
+               if module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    matrices = [getattr(module, "original_module", module).weight for module in modules]
+    tied, whole = matrices[0] is matrices[-1], last_parts(config.modules_to_save)
+    chosen: Any = config.trainable_token_indices
+    expected: dict[str, tuple[Tensor, Any]] = {}
+    for place, (path, matrix) in enumerate(zip(modules.values(), matrices, strict=True)):
+        name = path.rpartition(".")[2]
+        named = {key.rpartition(".")[2]: ids for key, ids in chosen.items()} if isinstance(chosen, dict) else {}
+        ids = named.get(name) if named else chosen if place == 0 else None
+        if name in whole or (tied and whole):
+            expected[f"{path}.weight"] = matrix, None
+        elif ids and not (tied and place):
+            expected[f"{path}{ROWS}"] = matrix, ids
+    return expected
 
 
 def problems(parts: dict[str, Tensor], layer: Any, config: LoraConfig, rank: int) -> Iterator[str]:

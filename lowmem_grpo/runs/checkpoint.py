@@ -172,11 +172,12 @@ def check_adapter(folder: Path, saved: dict[str, Tensor], held: dict[str, Tensor
 
 
 def check_scaling(saved: dict[str, Any], config: Any, folder: Path) -> None:
-    """Raise MismatchError if LoRA settings that scale the adapter differ between the checkpoint and the model."""
-    for name in ("lora_alpha", "use_rslora", "alpha_pattern"):
+    """Raise MismatchError if settings that scale the adapter, or that say the tokens of its rows, differ between the
+    checkpoint and the model."""
+    for name in ("lora_alpha", "use_rslora", "alpha_pattern", "trainable_token_indices"):
         if (there := saved.get(name) or None) != ((here := getattr(config, name)) or None):
-            raise MismatchError(f"{folder}: {name} is {there} in the checkpoint, {here} in the model, which scales the "
-                                "adapter; add LoRA as the saved run did")
+            raise MismatchError(f"{folder}: {name} is {there} in the checkpoint, {here} in the model, which changes "
+                                "what the adapter does; add LoRA as the saved run did")
 
 
 def tell_other_base(there: str | None, here: str | None, is_other: bool, folder: Path) -> None:
@@ -225,7 +226,6 @@ def write_files(
 ) -> None:
     """Fill the new folder `temp` and flush it to disk, the manifest last."""
     temp.mkdir(parents=True)
-    # the default "auto" asks the hub about the vocabulary at each save; the embeddings are frozen anyway
     model.save_pretrained(str(temp), selected_adapters=[checkpoint_state.ADAPTER], save_embedding_layers=False)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(copies, temp / "optimizer.safetensors")  # copies, since tensors of a file may not share memory

@@ -51,12 +51,13 @@ def adapter_tensors(model: PeftModel) -> dict[str, Tensor]:
 
 def base_digest(model: PeftModel) -> str:
     """Return "DTYPES A B", which tells base models of equal shapes apart. A and B are digests of 64 values per frozen
-    tensor: A of the tensors as they are stored, B of the scales of 4-bit ones, which devices may round differently."""
+    tensor: A of the tensors as they are stored, B of the scales of 4-bit ones, which devices may round differently. A
+    matrix with trained rows (`token_adapter`), which lie in it, is left out."""
     digests, dtypes = (hashlib.sha256(), hashlib.sha256()), set()
     for name, held in model.named_parameters():
         state = getattr(held, "quant_state", None)
         part = held if state is None else state.absmax  # 4-bit codes may be repacked
-        if not held.requires_grad and "lora_" not in name and not part.is_meta:
+        if not (held.requires_grad or "lora_" in name or "token_adapter." in name or part.is_meta):
             digests[state is not None].update(part.detach().flatten()[:64].view(torch.uint8).cpu().numpy().tobytes())
             dtypes |= {str(held.dtype), str(part.dtype)}
     return " ".join([",".join(sorted(dtypes)), *(digest.hexdigest() for digest in digests)])

@@ -9,15 +9,16 @@ from typing import Any
 
 from lowmem_grpo.config.teacher import OF_MODEL
 from lowmem_grpo.runs.records import FINAL, SUMMARY, json_object
-from lowmem_grpo.utils import MIB, PATH, TEXT, TRUTH, Rule, check_given, is_adapter, leads_out, read_json
+from lowmem_grpo.utils import COUNT, MIB, PATH, TEXT, TRUTH, Rule, check_given, is_adapter, leads_out, read_json
 
 ADAPTER_FILE = "adapter_model.safetensors"
 FILES = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safetensors", "state.json")
 MANIFEST = "manifest.json"
 BASE_FILE = "base_model.json"  # beside the adapter
+NEW_ROWS = "new_rows.safetensors"  # beside the adapter: the base's rows of new tokens, from before training
 MOST_BYTES = 16 * MIB  # the most that a file of settings has
 OF_BASE: dict[str, Rule] = {
-    "model": PATH, "load_in_4bit": TRUTH, "dtype": TEXT, "revision": TEXT, "sha256": TEXT,
+    "model": PATH, "load_in_4bit": TRUTH, "dtype": TEXT, "revision": TEXT, "sha256": TEXT, "vocab_size": COUNT,
     "load_in_fp8": ('True, False or "block"', lambda value: isinstance(value, bool) or value == "block"),
 }
 BASE_SUFFIXES = ("-bnb-4bit", "-unsloth")  # mark 4-bit copies of the same weights
@@ -205,13 +206,15 @@ class BaseRecord:
     revision: str | None = None
     load_in_fp8: bool | str | None = None  # "block" for scales by block
     sha256: str | None = None  # of a GGUF file
+    vocab_size: int | None = None  # rows of the embedding, if the base was resized
 
     def write(self, folder: Path) -> None:
         """Write the record into the adapter's folder; a local model gets its absolute path."""
         local = self.model is not None and Path(self.model).exists()
         fields = asdict(self) | ({"model": str(Path(str(self.model)).absolute())} if local else {})
-        if self.sha256 is None:
-            del fields["sha256"]
+        for name in ("sha256", "vocab_size"):
+            if fields[name] is None:
+                del fields[name]
         (folder / BASE_FILE).write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
 
 

@@ -280,9 +280,13 @@ def plain_lora(model: PeftModel) -> tuple[LoraConfig, dict[str, nn.Parameter]]:
 
 
 def put_values(model: nn.Module, values: dict[str, nn.Parameter]) -> None:
-    """Put each parameter into the model at its name, trainable, and LoRA's in 32 bits."""
+    """Put each parameter into the model at its name, trainable: LoRA's and chosen rows in 32 bits, a whole matrix in
+    the model's dtype for it, and one that has two names as one."""
+    made: dict[int, nn.Parameter] = {}
     for name, held in values.items():
         path, _, last = name.rpartition(".")
-        wide = torch.promote_types(held.dtype, torch.float32) if ".lora_" in name else held.dtype
-        same = held if held.dtype == wide else nn.Parameter(held.detach().to(wide))
-        setattr(model.get_submodule(path), last, same.requires_grad_(True))
+        module = model.get_submodule(path)
+        wide = getattr(module, last).dtype if ".modules_to_save." in name else torch.promote_types(
+            held.dtype, torch.float32)
+        same = held if held.dtype == wide else made.setdefault(id(held), nn.Parameter(held.detach().to(wide)))
+        setattr(module, last, same.requires_grad_(True))

@@ -23,7 +23,6 @@ from lowmem_grpo.memory.offload.activations import ActivationOffload, drop_nothi
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks
 from lowmem_grpo.models.card_check import mixed_dtype
-from lowmem_grpo.models.new_tokens import untrained
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.rollout.parity import ParityGate
@@ -79,7 +78,11 @@ def bring_model(
         drop_nothing(model)
     stored, rows = model.loaded.vocabulary, len(model.get_input_embeddings().weight)
     new = {*model.loaded.new_tokens, *range(stored or rows, rows)}
-    check_rows(stored, rows, untrained(model, new) if new else ())
+    if new:
+        from lowmem_grpo.models.new_tokens import untrained
+
+        check_rows(stored, rows, untrained(model, new))
+    check_rows(stored, rows)
     stops = getattr(getattr(args, "vllm_sampling_params", None), "stop_token_ids", None)
     tokenizer = tokenizer or model.loaded.tokenizer
     model.loaded.tokenizer, model.loaded.stop_ids = tokenizer, tuple(stops or ())  # both are saved with the adapter

@@ -36,7 +36,7 @@ from lowmem_grpo.runs.saved_adapter import last_good, read_summary
 from lowmem_grpo.runs.views.terminal import quiet
 from lowmem_grpo.trainer.loop import Trainer
 from tests.attacks.attack import Verdict, attack_and_exit
-from tests.attacks.small_run import differences, digit_sum, make, make_sft
+from tests.attacks.small_run import differences, digit_sum, make, make_sft, with_new_tokens, with_whole_embedding
 
 PHASES = ("resuming", "sampling", "scoring", "training", "writing records", "saving a checkpoint", "swapping it in",
           "ending")
@@ -47,8 +47,9 @@ SAMPLED: dict[str, Any] = {"max_completion_length": 12, "per_device_train_batch_
 SCENARIOS: dict[str, dict[str, Any]] = {
     "grpo": {}, "two updates a rollout": {"num_iterations": 2, "save_steps": 2}, "saved every third step":
     {"save_steps": 3, "logging_steps": 2}, "replay": {"replay_buffer_size": 4, "dynamic_sampling_rounds": 1},
-    "sft": {},
+    "sft": {}, "new tokens": {"embedding_learning_rate": 1e-3}, "whole embedding": {"embedding_learning_rate": 1e-4},
 }
+MODELS = {"new tokens": with_new_tokens, "whole embedding": with_whole_embedding}  # of other scenarios: LoRA alone
 MOVED = 0.01  # the largest entry of B, which begins at 0, must get beyond this: else weights could be lost unseen
 LONGEST = 400.0  # seconds a process may run
 
@@ -169,7 +170,7 @@ def prepare(name: str, root: Path, **changed: Any) -> Scenario:
     watch = Watch(folder)
     settings = SHORT | SCENARIOS[name] | changed
     trainer: Trainer = make_sft(folder, [watch], **settings) if name == "sft" else make(
-        folder, watch.reward, callbacks=[watch], **SAMPLED | settings)
+        folder, watch.reward, callbacks=[watch], model=MODELS[name]() if name in MODELS else None, **SAMPLED | settings)
     scenario = Scenario(name, trainer, watch, folder, expected)
     if ended(scenario.start(), LONGEST) != 0:
         raise RuntimeError(f"the undisturbed run failed:\n{scenario.said}")

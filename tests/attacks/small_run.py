@@ -5,9 +5,10 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer, add_new_tokens
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, read_lines
+from tests.support.small_models import shallow
 
 ROWS = [{"prompt": f"Start with {n}. Add {n + 3}. Multiply by 2. What is the result?\n"} for n in range(1, 8)]
 SETTINGS: dict[str, Any] = {
@@ -46,6 +47,21 @@ def adapted() -> FastPeftModel:
     """The embedded model with LoRA."""
     bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
     return FastLanguageModel.get_peft_model(bare, r=4, lora_dropout=0.1, use_gradient_checkpointing=False)
+
+
+def with_new_tokens() -> FastPeftModel:
+    """Two layers of it with new tokens whose rows are trained, and a head and an embedding that are one."""
+    bare, tokenizer = FastLanguageModel.from_pretrained(str(shallow()), max_seq_length=128, load_in_4bit=False)
+    add_new_tokens(bare, tokenizer, [f"<new {number}>" for number in range(70)])
+    return FastLanguageModel.get_peft_model(bare, r=4, trainable_token_indices=[*bare.loaded.new_tokens, 20, 21, 22],
+                                            use_gradient_checkpointing=False)
+
+
+def with_whole_embedding() -> FastPeftModel:
+    """Two layers of it, with an embedding that is trained whole, and is the head."""
+    bare, _ = FastLanguageModel.from_pretrained(str(shallow()), max_seq_length=128, load_in_4bit=False)
+    return FastLanguageModel.get_peft_model(bare, r=4, modules_to_save=["embed_tokens", "lm_head"],
+                                            use_gradient_checkpointing=False)
 
 
 class StopAt:

@@ -30,7 +30,7 @@ def test_a_damaged_file_is_named_and_costs_nothing_that_is_whole(stopped: Scenar
 
 @pytest.mark.slow
 @pytest.mark.attack
-@pytest.mark.parametrize("name", ["grpo", "sft"])
+@pytest.mark.parametrize("name", ["grpo", "sft", "new tokens", "whole embedding"])
 def test_a_run_killed_at_any_moment_loses_and_repeats_nothing(tmp_path: Path, name: str) -> None:
     verdicts = list(attack(tmp_path, 10, 1, (name,)))
     assert [verdict for verdict in verdicts if not verdict.held] == []

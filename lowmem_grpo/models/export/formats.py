@@ -43,6 +43,7 @@ from lowmem_grpo.runs.files import CARD, write_card
 from lowmem_grpo.runs.saved_adapter import (
     ADAPTER_FILE,
     BASE_FILE,
+    NEW_ROWS,
     BaseRecord,
     RunAdapter,
     adapter_settings,
@@ -53,7 +54,7 @@ from lowmem_grpo.utils import PATH, is_gguf
 
 FORMATS = ("adapter", "merged", "merged_4bit", "gguf")
 COMPUTED = ("float32", *DTYPES)  # compute dtypes of a run
-ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, CARD, "generation_config.json", *OF_IMAGES)
+ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, NEW_ROWS, CARD, "generation_config.json", *OF_IMAGES)
 NO_GGUF = ("a model of images is not written as GGUF: llama.cpp reads its tower from a second file. Export it as "
            "merged, and call llama.cpp's convert_hf_to_gguf.py on that folder, once as it is and once with --mmproj")
 
