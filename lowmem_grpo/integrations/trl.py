@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from trl.extras.profiling import profiling_decorator
 
-from lowmem_grpo.kernels import linear_logprobs
-from lowmem_grpo.models.policy import check_linear, logit_shape
+from lowmem_grpo.models.policy import Head, check_linear, logit_shape
 
 TRL = ">=1.16,<1.17"  # versions whose overridden method and its callers were checked
 OVERRIDDEN = "_get_per_token_logps_and_entropies"
@@ -83,15 +82,12 @@ class LogprobsWithoutLogits:
         base = base_of(self.accelerator.unwrap_model(model, keep_torch_compile=False))
         with self.accelerator.autocast():
             hidden = base.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
-        head = base.get_output_embeddings()  # with modules_to_save, its weight is that of the active adapter
+        head = Head(base.get_output_embeddings(), **logit_shape(base.config))  # its weight is the active adapter's
         device, dtype = head.weight.device, head.weight.dtype
         mask = attention_mask[:, -length:].to(device).bool()
         before = hidden.last_hidden_state[:, -length - 1 : -1].to(device)  # the places that predict the last C tokens
-        values = linear_logprobs(
-            before[mask].to(dtype), head.weight, input_ids[:, -length:].to(device)[mask], bias=head.bias,
-            temperature=self.temperature, return_entropy=True,
-            entropy_grad=bool(self.entropy_coef) or self.use_adaptive_entropy, **logit_shape(base.config),
-        )
+        *values, _ = head.scores(before[mask].to(dtype), input_ids[:, -length:].to(device)[mask], self.temperature,
+                                 bool(self.entropy_coef) or self.use_adaptive_entropy)
         logprobs, entropies = (value.new_zeros(mask.shape).masked_scatter(mask, value) for value in values)
         return logprobs, entropies
 

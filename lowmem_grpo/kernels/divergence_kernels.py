@@ -41,11 +41,15 @@ def forward_chunks(
     hidden: Tensor, teacher_hidden: Tensor, weight: Tensor, teacher_weight: Tensor | None, bias: Tensor | None,
     teacher_bias: Tensor | None, beta: float, temperature: float, scale: float, teacher_scale: float,
     softcap: float | None, teacher_softcap: float | None, chunk_rows: int, keep_gradient: bool,
-) -> tuple[Tensor, Tensor]:
+    factors: Tensor | None = None, ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return divergence, entropy, the teacher's entropy and agreement as one tensor (4, N), and the gradient U (N, D)
     of the divergence in the dtype of hidden, empty unless `keep_gradient`. Without a `teacher_weight` one product with
-    `weight` makes both logits, and `bias` is for both."""
+    `weight` makes both logits, and `bias` is for both. With `factors` (N,), also return the gradients of the divergence
+    times these: of weight and bias, or of the rows `ids` (n,) of weight, which rise; else empty tensors."""
     rows, vocabulary = len(hidden), min(len(head) for head in (weight, teacher_weight) if head is not None)
+    of_head, of_bias = new_head_gradients(hidden, weight, bias, factors, ids)
+    ids = ids if ids is None or vocabulary == len(weight) else ids[ids < vocabulary]
     weight = weight[:vocabulary]
     bias, teacher_bias = (None if part is None else part[:vocabulary]
                           for part in (bias, bias if teacher_weight is None else teacher_bias))
@@ -65,10 +69,28 @@ def forward_chunks(
             matmul_fp32(hidden[chunk], weight.T, out=student)
             matmul_fp32(teacher_hidden[chunk], teacher_weight[:vocabulary].T, out=teacher)
         results[:, chunk] = compare(student, teacher, bias, teacher_bias, *numbers,
-                                    weight.dtype if keep_gradient else None)
+                                    weight.dtype if keep_gradient or factors is not None else None)
+        slopes = unpadded(student, teacher, weight.dtype) if keep_gradient or factors is not None else student
         if keep_gradient:
-            torch.mm(unpadded(student, teacher, weight.dtype), weight, out=gradient[chunk])
-    return results, gradient
+            torch.mm(slopes, weight, out=gradient[chunk])
+        if factors is not None:
+            slopes = (slopes if ids is None else slopes[:, ids]).T.to(of_head.dtype)
+            weighted = (hidden[chunk] * factors[chunk, None]).to(of_head.dtype)
+            of_head[: len(slopes)].addmm_(slopes, weighted)
+            if len(of_bias):
+                of_bias[:vocabulary] += (slopes @ factors[chunk].to(slopes.dtype)).to(of_bias.dtype)
+    return results, gradient, of_head, of_bias
+
+
+def new_head_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, factors: Tensor | None, ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return zeros for the gradients of a head, or in float32 of its rows `ids`, and of its bias; empty without
+    `factors`."""
+    if factors is None:
+        return hidden.new_empty(0), hidden.new_empty(0)
+    of_head = torch.zeros_like(weight) if ids is None else factors.new_zeros(len(ids), weight.shape[1])
+    return of_head, factors.new_zeros(0 if ids is not None or bias is None else len(bias))
 
 
 def unpadded(logits: Tensor, free: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,8 @@ with respect to the hidden states does not depend on what follows, up to one fac
     U = d divergence / d hidden = d W        d of `divergence_kernels.py`
 
 so a forward pass that needs a gradient keeps U (N, D), and the backward pass is one row scaling: three matrix products
-in all, where the teacher's is one. With one head for both, each part of the head is read once for both.
+in all, where the teacher's is one. With one head for both, each part of the head is read once for both. If the head is
+trained, or some of its rows are, the backward pass computes both logits again, chunk by chunk, and U with them.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from lowmem_grpo.kernels.custom_op import (
     matmul_fp32,
     once_differentiable,
 )
-from lowmem_grpo.kernels.divergence_kernels import forward_chunks
+from lowmem_grpo.kernels.divergence_kernels import forward_chunks, new_head_gradients
 from lowmem_grpo.kernels.linear_logprobs import check_head, default_rows
 from lowmem_grpo.kernels.logits import LogitShape, new_logits
 
@@ -73,7 +74,7 @@ def linear_divergence(
     student_hidden: Tensor, teacher_hidden: Tensor, weight: Tensor, teacher_weight: Tensor | None = None, *,
     beta: float = 1.0, temperature: float = 1.0, bias: Tensor | None = None, teacher_bias: Tensor | None = None,
     logit_scale: float = 1.0, teacher_logit_scale: float | None = None, softcap: float | None = None,
-    teacher_softcap: float | None = None, chunk_rows: int | None = None,
+    teacher_softcap: float | None = None, chunk_rows: int | None = None, rows: tuple[Tensor, Tensor] | None = None,
 ) -> Divergence:
     """Return the divergence (N,) of each row with the entropies and agreement, in float32 (float64 for float64 input).
 
@@ -81,8 +82,9 @@ def linear_divergence(
     another. Vocabularies of different sizes are compared on the rows that both have, and both softmaxes are over these
     alone. Without `teacher_weight` the student's head, with its bias, scale and softcap, is the teacher's too.
 
-    Only student_hidden gets a gradient. A head that requires one is refused: `linear_divergence_ref` trains it.
-    `chunk_rows` rows of both logits exist at a time; the default suits the device.
+    student_hidden, weight and bias get gradients if they require them; a head's is summed over chunks in its own dtype.
+    `rows` are the ids (n,) of trained rows of a frozen weight, which rise, and their values (n, D), which weight holds:
+    the values get the gradient. `chunk_rows` rows of both logits exist at a time; the default suits the device.
     """
     numbers = {"beta": beta, "temperature": temperature, "logit_scale": logit_scale}
     optional = {"teacher_logit_scale": teacher_logit_scale, "softcap": softcap, "teacher_softcap": teacher_softcap}
@@ -97,22 +99,25 @@ def linear_divergence(
     offset = None if teacher_weight is None else offset
     if chunk_rows is None:
         chunk_rows = default_rows(student_hidden.device, (2 if student_hidden.is_cuda else 1) * len(weight))
-    learns = torch.is_grad_enabled() and student_hidden.requires_grad
+    ids, values = rows or (None, None)
+    learns, head = (torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts)
+                    for parts in ((student_hidden,), (weight, bias, values)))
     with torch.autocast(student_hidden.device.type, enabled=False):
-        return Divergence(*FrozenHeadDivergenceFunction.apply(
+        return Divergence(*LinearDivergenceFunction.apply(
             student_hidden, teacher_hidden, weight, teacher_weight, bias, offset, float(beta), float(temperature),
-            float(logit_scale), float(scale), softcap, cap, chunk_rows, learns))
+            float(logit_scale), float(scale), softcap, cap, chunk_rows, ids, values, learns, head))
 
 
-class FrozenHeadDivergenceFunction(torch.autograd.Function):
-    """Forward: divergence, entropies, agreement and (if the student needs a gradient) U. Backward: a row scaling."""
+class LinearDivergenceFunction(torch.autograd.Function):
+    """Forward: divergence, entropies, agreement and, if only the student needs a gradient, U. Backward: a row scaling.
+    For a trained head (`head`), the backward pass computes the logits again, and all gradients."""
 
     @staticmethod
     def forward(ctx, *arguments):
-        forward: Any = forward_op if torch.compiler.is_compiling() else forward_chunks
-        with large_products():
-            results, gradient = forward(*arguments)
-        ctx.save_for_backward(gradient)
+        *given, ids, _values, learns, head = arguments
+        results, gradient, *_ = by_chunks(*given, learns and not head)
+        ctx.save_for_backward(*((*given[:6], ids) if head else (gradient,)))
+        ctx.numbers = given[6:]
         divergence, *others = (row.clone() for row in results)
         ctx.mark_non_differentiable(*others)
         return divergence, *others
@@ -120,13 +125,33 @@ class FrozenHeadDivergenceFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_divergence, *_others):
-        (gradient,) = ctx.saved_tensors
-        # the product is taken in fp32 and rounded once, straight into place
-        return torch.mul(gradient, grad_divergence[:, None], out=torch.empty_like(gradient)), *[None] * 13
+        gradient, *others = ctx.saved_tensors
+        grads: list[Any] = [None] * 17
+        if others:
+            smallest = grad_divergence.new_full((1,), torch.finfo(grad_divergence.dtype).tiny)  # a divisor above 0
+            most = torch.cat([smallest, grad_divergence]).abs().amax()  # a mean over many tokens underflows in float16
+            _, gradient, of_head, of_bias = by_chunks(*ctx.saved_tensors[:6], *ctx.numbers, ctx.needs_input_grad[0],
+                                                      grad_divergence / most, others[-1])
+            grads[2 if others[-1] is None else 14], grads[4] = of_head.mul_(most), of_bias.mul_(most)
+        if ctx.needs_input_grad[0]:
+            # the product is taken in fp32 and rounded once, straight into place
+            grads[0] = torch.mul(gradient, grad_divergence[:, None], out=torch.empty_like(gradient))
+        return tuple(grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad, strict=True))
 
 
-def new_results(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return new_logits(hidden, 4, len(hidden)), hidden.new_empty(hidden.shape if arguments[-1] else 0)
+def by_chunks(*arguments: Any) -> Any:
+    forward: Any = forward_op if torch.compiler.is_compiling() else forward_chunks
+    with large_products():
+        return forward(*arguments)
+
+
+def new_results(
+    hidden: Tensor, teacher_hidden: Tensor, weight: Tensor, teacher_weight: Tensor | None, bias: Tensor | None,
+    *others: Any,
+) -> tuple[Tensor, ...]:
+    keep_gradient, factors, ids = (*others, None, None)[8:11]
+    return (new_logits(hidden, 4, len(hidden)), hidden.new_empty(hidden.shape if keep_gradient else 0),
+            *new_head_gradients(hidden, weight, bias, factors, ids))
 
 
 forward_op = custom_op("linear_divergence_fwd", forward_chunks, fake=new_results)  # keeps the loop out of graphs
@@ -158,11 +183,6 @@ def check_heads(
             or accumulator_dtype(student_hidden.dtype) != accumulator_dtype(teacher_hidden.dtype)):
         raise ValueError(f"expected as many rows of student_hidden and teacher_hidden, on one device, and both or "
                          f"neither in float64; got {student} and {teacher}")
-    trained = [name for name, part in (("weight", weight), ("bias", bias)) if part is not None and part.requires_grad]
-    if trained and torch.is_grad_enabled():
-        raise ValueError(f"{trained[0]} requires a gradient, and linear_divergence trains what is below a frozen head. "
-                         "Freeze the head (requires_grad_(False)), or call linear_divergence_ref, which keeps all "
-                         "logits")
 
 
 @torch.no_grad()

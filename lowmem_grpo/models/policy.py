@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -59,10 +59,36 @@ class Head:
         return getattr(getattr(self.linear, "token_adapter", None), "rows", None)
 
     @property
+    def is_trained(self) -> bool:
+        return self.weight.requires_grad or self.rows is not None
+
+    @property
     def bias(self) -> Tensor | None:  # (V,)
-        base: Any = self.linear if self.rows is None else self.linear.original_module
+        base: Any = self.linear.original_module if hasattr(self.linear, "token_adapter") else self.linear
         bias: Tensor | None = base.bias
         return bias
+
+    def frozen_copy(self) -> "Head":
+        """Return a head with a copy of the weight and bias that this one has now."""
+        linear = nn.Linear(1, 1, bias=self.bias is not None, device="meta")
+        for name, _ in list(linear.named_parameters()):
+            setattr(linear, name, nn.Parameter(getattr(self, name).detach().clone(), requires_grad=False))
+        return replace(self, linear=linear)
+
+    def scores(self, hidden: Tensor, targets: Tensor, temperature: float = 1.0, entropy_grad: bool = False,
+               chunk_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `Policy.at_head` returns; `chunk_rows` rows of logits are in memory at a time."""
+        logprobs, entropy, best = linear_logprobs(
+            hidden, self.weight, targets, bias=self.bias, temperature=temperature, logit_scale=self.logit_scale,
+            softcap=self.softcap, return_entropy=True, entropy_grad=entropy_grad, chunk_rows=chunk_rows,
+            return_best=True)
+        if (rows := self.rows) is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                logits = self.logits_of(hidden, torch.arange(len(targets), device=targets.device), targets)
+            shape = LogitShape(temperature, self.logit_scale, self.softcap)
+            logprobs, entropy = rows.with_gradients(hidden, targets, self.bias, shape, logits, logprobs, entropy,
+                                                    entropy_grad)
+        return logprobs, entropy, best
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -309,20 +335,7 @@ class Policy:
                 entropy_grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Return (logprobs (N,), entropy (N,), log p (N,) of each row's likeliest token) for hidden states (N, D) and
         targets (N,). The entropy has a gradient only with `entropy_grad`, the third result has none."""
-        head = self.head
-        result = linear_logprobs(
-            hidden, head.weight, targets, bias=head.bias, temperature=temperature, logit_scale=head.logit_scale,
-            softcap=head.softcap, return_entropy=True, entropy_grad=entropy_grad, chunk_rows=self.logits_chunk,
-            return_best=True,
-        )
-        logprobs, entropy, best = result
-        if (rows := head.rows) is not None and torch.is_grad_enabled():
-            with torch.no_grad():
-                logits = head.logits_of(hidden, torch.arange(len(targets), device=targets.device), targets)
-            shape = LogitShape(temperature, head.logit_scale, head.softcap)
-            logprobs, entropy = rows.with_gradients(hidden, targets, head.bias, shape, logits, logprobs, entropy,
-                                                    entropy_grad)
-        return logprobs, entropy, best
+        return self.head.scores(hidden, targets, temperature, entropy_grad, self.logits_chunk)
 
     def eos_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return all end-of-sequence ids of the tokenizer and the model's generation config."""

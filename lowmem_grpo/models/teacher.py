@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,16 @@ class Teacher:
                     yield student
             else:
                 yield student
+
+    def policy_of_head(self, whole: bool) -> Policy:
+        """Return the policy whose head turns the teacher's hidden states into log-probabilities. If the student's head
+        is trained, and the `whole` of it is compared, it has a copy of the head with which the teacher reads now."""
+        if self.other is not None or not (whole and self.student.head.is_trained):
+            return self.other or self.student
+        other = copy(self.student)
+        with self.reading():
+            other.head = other.head.frozen_copy()
+        return other
 
     def follow(self, rate: float) -> None:
         """Move a teacher of kind "ema" toward the policy: rate * policy + (1 - rate) * teacher, weight by weight."""

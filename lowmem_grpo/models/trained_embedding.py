@@ -14,9 +14,10 @@ from peft import LoraConfig
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from lowmem_grpo.config.beside_lora import last_parts
-from lowmem_grpo.kernels.custom_op import large_products, matmul_fp32
+from lowmem_grpo.kernels.custom_op import large_products, matmul_fp32, once_differentiable
 from lowmem_grpo.kernels.logits import LogitShape
 
 ROWS = 4096  # rows of hidden states in float32 at a time, for the gradient of chosen rows
@@ -40,6 +41,11 @@ class TrainedRows:
             values = torch.where((tokens[found] == ignored)[:, None], values.detach(), values)
         values = values.to(weights.dtype)
         return weights.index_put_(found, values if scale is None else values * scale.to(values))
+
+    def logits(self, hidden: Tensor, head: Any) -> Tensor:
+        """Return the logits (..., n) of these rows of a linear `head`, with a gradient for the values."""
+        return linear(hidden, self.values[self.order].to(hidden.dtype), None if head.bias is None else
+                      head.bias[self.ids])
 
     def with_gradients(
         self, hidden: Tensor, targets: Tensor, bias: Tensor | None, shape: LogitShape, target_logits: Tensor,
@@ -114,15 +120,16 @@ class SharedRows(TrainableTokensLayer):
         return weight
 
     def forward_adapters(self, x: Tensor, active_adapters: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up rows, or compute logits as transformers does, with a gradient for the rows of an embedding only: the
-        head's come from `Policy.at_head`."""
+        """Look up rows, or compute logits as transformers does."""
         self.get_merged_weights(active_adapters)
         result: Tensor = self.base_layer(x, *args, **kwargs)
         rows, base = self.rows, self.base_layer
-        if rows is None or not isinstance(base, nn.Embedding):
+        if rows is None:
             return result
         if base.weight.device == rows.values.device and not torch.is_grad_enabled():
             return result
+        if not isinstance(base, nn.Embedding):
+            return result.index_copy_(-1, rows.ids, rows.logits(x, base).to(result))
         return rows.put(result, x, self._get_embed_scale(), base.padding_idx)
 
     def enable_adapters(self, enabled: bool) -> None:
@@ -162,6 +169,7 @@ class RowGradients(torch.autograd.Function):
         return slopes.new_zeros(len(slopes))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         hidden, slopes = ctx.saved_tensors
         weighted = (slopes * gradients[0][:, None]).T

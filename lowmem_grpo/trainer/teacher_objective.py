@@ -28,6 +28,7 @@ class TeacherObjective(GRPOObjective):
     def __init__(self, config: GRPOConfig, exact: bool, policy: Policy, teacher: Teacher | None) -> None:
         super().__init__(config, exact)
         self.policy, self.teacher = policy, teacher
+        self.taught_by = policy  # the policy whose head turns the teacher's hidden states into log-probabilities
         self.read: list[Rollout] = []  # by the teacher, in the last update
 
     @property
@@ -51,10 +52,13 @@ class TeacherObjective(GRPOObjective):
         return *usual, *fields
 
     def start_update(self, rollouts: list[Rollout], policy_version: int) -> None:
-        """Release the last update's hidden states of the teacher, which records may hold longer than needed."""
+        """Release the last update's hidden states of the teacher, which records may hold longer than needed, and take
+        the head with which it reads in this update."""
         for rollout in self.read:
             rollout.fields.pop("teacher_hidden", None)
-        self.read = rollouts
+        self.read, self.taught_by = rollouts, self.policy
+        if self.teacher is not None:
+            self.taught_by = self.teacher.policy_of_head(self.config.distillation_mode != SAMPLED)
         super().start_update(rollouts, policy_version)
 
     def with_gradient(self, rollouts: list[Rollout]) -> list[Rollout]:
@@ -114,10 +118,11 @@ class TeacherObjective(GRPOObjective):
 
     def compare_all(self, outputs: PolicyOutputs, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compare the whole vocabularies, from the teacher's hidden states (N, E)."""
-        own, other = self.policy.head, self.taught_by.head
+        own, other, rows = self.policy.head, self.taught_by.head, self.policy.head.rows
         found = linear_divergence(
-            outputs.hidden, hidden, own.weight, None if other is own else other.weight,
-            beta=self.config.divergence, temperature=outputs.temperature, bias=own.bias,
+            outputs.hidden, hidden, own.weight, None if other is own else other.weight, beta=self.config.divergence,
+            temperature=outputs.temperature, bias=own.bias,
+            rows=None if rows is None else (rows.ids, rows.values[rows.order]),
             teacher_bias=other.bias, logit_scale=own.logit_scale, teacher_logit_scale=other.logit_scale,
             softcap=own.softcap, teacher_softcap=other.softcap, chunk_rows=self.policy.logits_chunk)
         return found.divergence, {
@@ -136,11 +141,6 @@ class TeacherObjective(GRPOObjective):
             chunk_rows=self.policy.logits_chunk)
         read = PolicyOutputs(hidden, outputs.targets, teacher.at_head, teacher.head.logits_of, outputs.temperature)
         return ids, several(read, ids), read.entropy()
-
-    @property
-    def taught_by(self) -> Policy:
-        """The policy whose head turns the teacher's hidden states into log-probabilities."""
-        return self.policy if self.teacher is None or self.teacher.other is None else self.teacher.other
 
     def token_weights(self, batch: MicroBatch, outputs: PolicyOutputs, totals: StepTotals) -> Tensor:
         """Return the weight (N,) of each token's divergence in the loss: one over the step's tokens, or over those of

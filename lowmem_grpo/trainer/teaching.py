@@ -62,8 +62,9 @@ class Teaching:
             return {}
         completions, policy = config.prompts_per_generation * config.num_generations, teacher.other or teacher.student
         places = 0 if config.distillation_mode == SAMPLED else completions * config.max_completion_length
+        copied = policy.head.weight.nbytes if policy.head.is_trained and places else 0
         return {"keeps_teacher": teacher.kind == EMA or teacher.adapter is not None,
-                "teacher_bytes": 0 if teacher.other is None else weight_bytes(teacher.other.base),
+                "teacher_bytes": copied if teacher.other is None else weight_bytes(teacher.other.base),
                 "teacher_hidden_bytes": places * policy.head.weight[0].nbytes}
 
     def read(self, groups: list[RolloutGroup]) -> dict[str, float]:

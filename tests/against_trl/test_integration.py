@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from memory import LiveStorage
-from small_models import SHAPE, SPLIT, TINY, load_model, with_adapter
+from small_models import SHAPE, SPLIT, TINY, load_model, random_model, scatter, with_adapter
 from tables import every_row
 from transformers import AutoTokenizer
 
@@ -37,6 +37,7 @@ from trl_runs import (
 )
 
 from lowmem_grpo.integrations.trl import OVERRIDDEN, TRL, check_version, logit_shape, refused, use_lowmem_kernels
+from lowmem_grpo.models.trained_embedding import prepare_embeddings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(rollout_func|supports vLLM).*")
 PAGE = Path(__file__).parents[2] / "docs" / "trl.md"
@@ -134,6 +135,29 @@ def test_loss_metrics_and_gradients_are_those_of_trl(case: str) -> None:
     if options.get("correction"):
         rollouts = with_sampler_noise(rollouts, make_trainer(rollouts).model, 0.3)
     assert_equal(*both(rollouts, **options))
+
+
+def with_trained_rows(tied: bool, shared: bool) -> peft.PeftModel:
+    """A model of which rows of embedding and head are trained, by PEFT's layer or in the base's own matrix."""
+    rows: Any = [7, 20, 300, 5]
+    config = peft.LoraConfig(r=4, target_modules=SPLIT, task_type="CAUSAL_LM", trainable_token_indices=rows if tied
+                             else {"embed_tokens": rows, "lm_head": rows})
+    model = scatter(peft.get_peft_model(random_model("Llama", tie_word_embeddings=tied), config))
+    scatter(model, of="tokens_delta")
+    model.get_base_model().lm_head.bias = None  # which TRL reads, and PEFT's wrapper has not
+    if shared:
+        prepare_embeddings(model)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_the_head_have_the_gradients_of_trl_and_peft(tied: bool) -> None:
+    options = {"adapter": False, "entropy_coef": 0.05, "temperature": 0.7}
+    expected, plain = both(random_rollouts(), model=lambda: with_trained_rows(tied, False), **options)
+    shared = run(random_rollouts(), model=lambda: with_trained_rows(tied, True), trainer_class=use_lowmem_kernels(),
+                 **options)
+    for result in (plain, shared):
+        assert_equal(expected, result)
 
 
 def test_the_cases_do_what_their_names_say() -> None:

@@ -111,7 +111,9 @@ def test_whole_ops_keep_torchs_contract(keep_gradient: bool, heads: int) -> None
     names = ("student_hidden", "teacher_hidden", "weight", "teacher_weight", "bias", "teacher_bias")
     given = problem(7, torch.float32, heads=heads, bias=True)
     given["student_hidden"].requires_grad_(False)
-    torch.library.opcheck(forward_op, (*map(given.get, names), 0.3, *NUMBERS[3], 3, keep_gradient))
+    called = (*map(given.get, names), 0.3, *NUMBERS[3], 3, keep_gradient)
+    for more in ((), (torch.ones(7),), (torch.ones(7), torch.tensor([1, 5]))):
+        torch.library.opcheck(forward_op, (*called, *more))
 
 
 @pytest.mark.parametrize("options", SHAPES[::3])
@@ -123,6 +125,14 @@ def test_compiled_calls_give_what_eager_ones_give(options: dict[str, Any]) -> No
         expected = outcome(linear_divergence, arguments, chunk_rows=7)
         for name, values in outcome(compiled, arguments, chunk_rows=7).items():
             torch.testing.assert_close(values, expected[name], msg=name)
+
+
+def test_a_compiled_call_gives_a_trained_head_its_gradient() -> None:
+    arguments = problem(63, torch.float32, heads=2, bias=True)
+    arguments["weight"].requires_grad_()
+    functions = torch.compile(linear_divergence, backend="aot_eager", fullgraph=True), linear_divergence
+    torch.testing.assert_close(*(torch.autograd.grad(function(**arguments, chunk_rows=7).divergence.sum(), arguments[
+        "weight"])[0] for function in functions))
 
 
 @gpu

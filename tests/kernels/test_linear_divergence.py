@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import ROUNDING, in_float64
+from accuracy import ROUNDING, assert_as_accurate, in_float64
 from divergence_problem import (
     BETAS,
+    DIFFERENCE,
     ONE,
     SHAPES,
+    SUMMATION,
     TWO,
     D,
     V,
@@ -43,6 +45,51 @@ def test_values_and_gradients_are_those_of_whole_logits(beta: float, function: A
         arguments = problem(63, torch.float64, beta=beta, **options)
         chunks = {"chunk_rows": 7} if function is linear_divergence else {}
         assert_exact(outcome(function, arguments, **chunks), outcome(dense, arguments))
+
+
+SMALL = 1e-6  # what a mean over many tokens makes of the divergence's gradient
+
+
+@pytest.mark.parametrize("options", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, *ROUNDING])
+@pytest.mark.every(4)
+def test_a_trained_head_its_bias_and_its_rows_have_the_gradients_of_whole_logits(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    ids = torch.tensor([0, 7, 8, 900, V - 1])  # a teacher of 950 tokens lacks the last one
+    for beta, common in ((0.0, V), (0.3, 950), (1.0, V)):
+        given = problem(63, dtype, beta=beta, **options)
+        given |= {name: given[name][:common] for name in ("teacher_weight", "teacher_bias") if name in given}
+        names = ["student_hidden", "weight", *(["bias"] if "bias" in given else [])]
+        values = given["weight"][ids].to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        ours = gradients(linear_divergence, given, names, chunk_rows=7)
+        (of_rows,) = gradients(linear_divergence, given | {"values": values}, ["values"], ids)
+        usual, truth = (gradients(dense, with_teacher(some), names) for some in (given, in_float64(given)))
+        whole = truth[1].clone().index_copy_(0, ids, of_rows.double())  # the other rows are exact
+        cancels = DIFFERENCE * SMALL / options.get("temperature", 1.0)
+        for name, mine, same, exact in zip([*names, "rows"], [*ours, whole], [*usual, usual[1]], [*truth, truth[1]],
+                                           strict=True):
+            slack = EXACT if dtype == torch.float64 else (
+                SUMMATION + 5 * ROUNDING[dtype] + 63 * cancels / exact.abs().max().item())
+            assert_as_accurate(name, mine, same, exact, slack)
+
+
+def gradients(function: Any, given: dict[str, Any], names: list[str], ids: Any = None, **options: Any) -> list[Tensor]:
+    """The gradients of these arguments, for small gradients of the divergence; `values` are those of rows `ids`."""
+    leaves = {name: given[name].detach().clone().requires_grad_() for name in names}
+    given = {name: part.detach() if torch.is_tensor(part) else part for name, part in given.items()} | leaves
+    if ids is not None:
+        given["rows"] = ids, given.pop("values")
+    divergence = function(**given, **options)[0]
+    upstream = SMALL * torch.randn(len(divergence), generator=torch.Generator().manual_seed(3))
+    return list(torch.autograd.grad((divergence * upstream.to(divergence)).sum(), list(leaves.values())))
+
+
+def with_teacher(given: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, where a head that is the student's too is given for the teacher once more."""
+    names = "weight", "bias", "logit_scale", "softcap"
+    shared = {} if "teacher_weight" in given else {f"teacher_{name}": given[name] for name in names if name in given}
+    return given | shared
 
 
 def extremes(dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:

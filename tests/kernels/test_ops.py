@@ -37,6 +37,7 @@ from lowmem_grpo.kernels.varlen import VarlenSequences
 from lowmem_grpo.models.head_groups import by_head_groups
 from lowmem_grpo.models.packed_attention import parts
 from lowmem_grpo.models.packing import collate
+from lowmem_grpo.models.trained_embedding import RowGradients
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 glu, norm, rotary, spreading = (import_module(f"lowmem_grpo.kernels.{name}")
@@ -82,6 +83,9 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "linear_divergence": (
         lambda hidden: linear_divergence(hidden, TEACHER.to(hidden), HEAD.to(hidden), beta=0.3).divergence, [(63, 33)]
     ),
+    "linear_divergence of a trained head": (
+        lambda hidden, weight: linear_divergence(hidden, TEACHER.to(hidden), weight, HEAD.to(hidden)).divergence,
+        [(63, 33), (1003, 33)]),
     "linear_logprobs": (lambda hidden, weight: linear_logprobs(hidden, weight, TARGETS), [(63, 33), (1003, 33)]),
 }
 
@@ -156,6 +160,7 @@ MORE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {  # which h
         [(7, 2, 4), (7, 2, 4), (7, 2, 3), (7, 2), (7, 2)],
     ),
     "linear_logprobs of a frozen head": (lambda hidden: linear_logprobs(hidden, SQUARE, TARGETS[:2]), [(2, 33)]),
+    "rows of a head": (lambda values: RowGradients.apply(values, SQUARE[:4], SQUARE[:4, :3]), [(3, 33)]),
 }
 
 

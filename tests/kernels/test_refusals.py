@@ -112,8 +112,6 @@ TABLE: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any],
           "teacher_bias": None}, "both or neither in float64"),
         ({"teacher_hidden": torch.zeros(3, E, **META), "teacher_weight": torch.zeros(V, E, **META),
           "teacher_bias": None}, "on one device"),
-        ({"weight": torch.zeros(V, D, **GRADIENT)}, "weight requires a gradient, and linear_divergence trains what is"),
-        ({"bias": torch.zeros(V, **GRADIENT)}, "bias requires a gradient"),
         ({"teacher_weight": quantized(V, 64, torch.float32)}, "got a Params4bit in 4 bits. Dequantize it once"),
     ]),
     (linear_topk, {"hidden": torch.zeros(3, D), "weight": torch.zeros(V, D), "k": 5}, [

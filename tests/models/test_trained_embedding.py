@@ -76,6 +76,15 @@ def test_entropy_and_other_tokens_train_embedding_and_head_at_any_temperature(ca
             assert (mine[name] - gradient).abs().max() <= 2e-5 * gradient.abs().max(), name
 
 
+@pytest.mark.parametrize("case", ["rows, tied", "rows of both", "rows, scaled, capped"])
+def test_transformers_own_forward_pass_trains_the_rows_of_the_head(case: str) -> None:
+    ids = BATCH.input_ids[None]
+    mine, theirs = (gradients(model, model(input_ids=ids).logits.log_softmax(-1).gather(-1, ids.flip(1)[..., None]))
+                    for model in pair(*CASES[case]))
+    for name, gradient in theirs.items():
+        assert (mine[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
 def all_logprobs(model: Any, temperature: float | None) -> Tensor:
     """(N, V) log-probabilities of all tokens by the model's own forward pass; its logits without a temperature."""
     found = torch.zeros(len(BATCH.input_ids), 384)

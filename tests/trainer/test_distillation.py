@@ -207,8 +207,36 @@ def stored_teacher(folder: Path, stack: Any) -> Case:
     return Case(student(folder, "stored", rows, **settings), made, True)
 
 
-KINDS = (without_adapter, with_other_adapter, smaller_model, wider_model, loaded_model, worked_solution, own_success,
-         served_model, own_server, stored_teacher)
+def beside(**trained: Any) -> Any:
+    """A student that trains more than LoRA, and is not as it was at the start."""
+    bare, _ = FastLanguageModel.from_pretrained(str(shallow()), max_seq_length=128, load_in_4bit=False)
+    model = FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False, **trained)
+    return scatter(moved(model), of="modules_to_save" if "modules_to_save" in trained else "tokens_delta")
+
+
+def whole_head(folder: Path, stack: Any) -> Case:
+    return Case(student(folder, "base", beta=0.3, model=beside(modules_to_save=["lm_head"])), base())
+
+
+def rows_of_head(folder: Path, stack: Any) -> Case:
+    model = beside(trainable_token_indices=[7, 20, 23, 300, 5])
+    return Case(student(folder, "base", beta=0.3, model=model), base())
+
+
+def likeliest_of_whole_head(folder: Path, stack: Any) -> Case:
+    settings = {"distillation_mode": "topk_logits", "distillation_topk": 7, "beta": 0.3}
+    return Case(student(folder, "base", model=beside(modules_to_save=["lm_head"]), **settings), base())
+
+
+def likeliest_of_rows(folder: Path, stack: Any) -> Case:
+    config = SDPOConfig(output_dir=str(folder / "run"), success_reward_threshold=9.0, distillation_mode="topk_logits",
+                        distillation_topk=9, **SMALL)
+    return Case(SDPOTrainer(beside(trainable_token_indices=[7, 20, 23, 300, 5]), by_letters, config, ROWS))
+
+
+KINDS = (whole_head, rows_of_head, likeliest_of_whole_head, likeliest_of_rows, without_adapter, with_other_adapter,
+         smaller_model, wider_model, loaded_model, worked_solution, own_success, served_model, own_server,
+         stored_teacher)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

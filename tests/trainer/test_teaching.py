@@ -10,16 +10,16 @@ from trainer_runs import ROWS, SMALL, digit_sum, load, moved
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.memory.fake_models import meta_model, stored
-from lowmem_grpo import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
+from lowmem_grpo import DistillationConfig, DistillationTrainer, FastLanguageModel, GRPOConfig, GRPOTrainer
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.models.teacher import weight_bytes
 from lowmem_grpo.trainer.preflight.subject import Subject
 
 
-def trainer(folder: Path, teacher: Any = "base", **settings: Any) -> DistillationTrainer:
+def trainer(folder: Path, teacher: Any = "base", model: Any = None, **settings: Any) -> DistillationTrainer:
     own = {"num_generations": 2, "distillation_weight": 0.9}
     config = DistillationConfig(output_dir=str(folder), **(SMALL | own | settings))
-    return DistillationTrainer(load(), teacher, config, ROWS)
+    return DistillationTrainer(model or load(), teacher, config, ROWS)
 
 
 @pytest.mark.parametrize(("kind", "adapter"), [("base", False), ("ema", True), ("saved", True)])
@@ -38,6 +38,16 @@ def test_a_teacher_on_the_students_weights_would_be_planned_as_another_model(
 def test_the_sampled_token_would_be_planned_with_hidden_states(tmp_path: Path) -> None:
     made = trainer(tmp_path, distillation_mode="sampled_token")
     assert made.teaching.planned["teacher_hidden_bytes"] == 0
+
+
+@pytest.mark.parametrize(("mode", "copied"), [("full_logits", True), ("sampled_token", False)])
+def test_the_teachers_copy_of_a_trained_head_would_be_missing_in_the_plan(
+    mode: str, copied: bool, tmp_path: Path
+) -> None:
+    bare, _ = FastLanguageModel.from_pretrained(str(shallow()), load_in_4bit=False)
+    model = FastLanguageModel.get_peft_model(bare, r=2, trainable_token_indices=[5, 7])
+    made = trainer(tmp_path, model=model, distillation_mode=mode)
+    assert made.teaching.planned["teacher_bytes"] == copied * 384 * made.policy.head.weight.shape[1] * 4
 
 
 def test_another_models_weights_would_be_missing_in_the_plan(tmp_path: Path) -> None:
