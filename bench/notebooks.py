@@ -13,7 +13,8 @@ placeholder such as <your-model-id>, is read from this machine, with the small m
 are four times as long. It knows <think> and </think>, as many of the replaced models do. If a notebook stops, the
 verdict says in which cell (from 0) and why. Other files of FOLDER are copied beside each notebook, in place of those
 that it downloads. `reason`: the notebook runs, the package refuses it by name (and for which wish), or whose error it
-was.
+was. `beside_lora`: the largest change of the values of an embedding or a head that a notebook trains beside LoRA; a
+notebook whose named embedding or head kept its values does not count as running.
 """
 
 import ast
@@ -23,7 +24,7 @@ import re
 import resource
 import shutil
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,11 @@ import nbformat
 import torch
 from datasets import Dataset, DatasetDict
 from PIL import Image
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.common import public_code as public
 from bench.common.tables import markdown
+from lowmem_grpo.config.beside_lora import WHOLE
 from lowmem_grpo.recipes.tasks.arithmetic import problems
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.utils import GIB
@@ -88,6 +90,7 @@ class NotebookChanges(public.Changes):
         self.model, self.has_card, self.of_images = model, has_card, of_images or model
         self.folders: set[str] = set()  # that were named so far
         self.models: list[str] = []  # that were replaced
+        self.beside: set[str] = set()  # of embedding and head: those that are to be trained beside LoRA
         self.own_template = False  # whether the notebook relies on the chat template of the replaced model
 
     def visit_Import(self, node: ast.Import) -> Any:  # noqa: N802 - the names of ast.NodeTransformer
@@ -149,6 +152,8 @@ class NotebookChanges(public.Changes):
                     keyword.value = self.expression("length", str(BYTES * length))
             if self.own_template and keyword.arg in PARTS:
                 keyword.value = self.expression("model", repr(PARTS[keyword.arg]))
+            if keyword.arg in ("target_modules", "modules_to_save"):
+                self.beside |= {*WHOLE} & {*texts_in(keyword.value)}
             if keyword.arg == "target_modules" and (names := small_names(keyword.value)):
                 keyword.value = self.expression("model", repr(names))
         return node if self.has_card else self.on_cpu(node)
@@ -241,10 +246,14 @@ def says_none(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value in ("none", "tensorboard", None, False)
 
 
+def texts_in(value: ast.expr) -> list[Any]:
+    return [each.value for each in getattr(value, "elts", []) if isinstance(each, ast.Constant)]
+
+
 def small_names(value: ast.expr) -> list[str] | None:
     """Return `target_modules` in the small model's names, if it has names of layers that only the replaced model has;
     every other name stays, so that it is trained or refused."""
-    names = [each.value for each in getattr(value, "elts", []) if isinstance(each, ast.Constant)]
+    names = texts_in(value)
     return [*dict.fromkeys(LAYERS.get(name, name) for name in names)] if {*LAYERS} & {*names} else None
 
 
@@ -424,11 +433,27 @@ def run(notebook: str, folder: str) -> public.Row:
     began = time.perf_counter()
     found = public.run_cells(texts, lambda names: trainers.update(
         {id(value): value for value in names.values() if isinstance(value, Trainer)}))
+    beside = changes_of([*trainers.values()][-1].model, changes.model, changes.beside) if trainers else {}
+    if not all(beside.values()) and not found:
+        found = {"error": f"to be trained beside LoRA, and unchanged: {beside}", "raised_in": "lowmem_grpo"}
     row = {"steps": [trainer.state.global_step for trainer in trainers.values()], **found, "cells": len(texts),
            "seconds": round(time.perf_counter() - began, 1), "changes": dict(changes.counts),
            "models": sorted({*changes.models} - {changes.model, changes.of_images}),
-           "asks": next((wish for wish, words in ASKS if any(map(words.search, sources))), "")}
+           "asks": next((wish for wish, words in ASKS if any(map(words.search, sources))), ""),
+           **({"beside_lora": beside} if beside else {})}
     return row | {"reason": reason(row)}
+
+
+def changes_of(model: Any, stored: str, names: Collection[str]) -> dict[str, float]:
+    """Return the largest change of a value, since the small model was stored, of the embedding and the head in
+    `names`."""
+    if not names:
+        return {}
+    base = AutoModelForCausalLM.from_pretrained(stored, trust_remote_code=False)
+    parts = {"embed_tokens": "get_input_embeddings", "lm_head": "get_output_embeddings"}
+    pairs = {name: [getattr(each, parts[name])().weight.detach().cpu() for each in (model, base)] for name in names}
+    return {name: float((now.float() - before.to(now.dtype).float()).abs().max())
+            for name, (now, before) in sorted(pairs.items())}
 
 
 def small_model(folder: Path) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import nbformat
 import pytest
+import torch
 from click.testing import CliRunner
 from tables import every_row
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,6 +18,7 @@ from bench.notebooks import (
     THINKING,
     UPLOAD,
     NotebookChanges,
+    changes_of,
     load_dataset,
     notebooks_table,
     reason,
@@ -73,6 +75,7 @@ def test_a_change_is_made_and_counted(before: str, after: str, kind: str) -> Non
     changes = NotebookChanges("small", has_card=False)
     assert ast.unparse(ast.parse(changes.rewrite(before))) == ast.unparse(ast.parse(after))
     assert changes.counts == {kind: 1}
+    assert changes.beside == {name for name in ("lm_head", "embed_tokens") if name in before}
 
 
 def test_settings_send_nothing_away() -> None:
@@ -94,6 +97,15 @@ def test_the_small_model_has_room_for_tokens_of_thought_and_its_tokenizer_lies_b
     assert {*THINKING} <= {*tokenizer.get_added_vocab()} and len(tokenizer) <= model.config.vocab_size
     upload(model, str(tmp_path / "mine"), path)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "mine")) == len(tokenizer)
+
+
+def test_the_largest_change_of_an_embedding_is_that_of_a_tied_head_and_rounding_is_no_change(tmp_path: Path) -> None:
+    path = small_model(tmp_path / "tiny")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    assert changes_of(model, path, ["embed_tokens", "lm_head"]) == {"embed_tokens": 0, "lm_head": 0}
+    with torch.no_grad():
+        model.lm_head.weight[7] = model.lm_head.weight[7].sign() * 4
+    assert changes_of(model, path, {"embed_tokens"})["embed_tokens"] > 3 and changes_of(model, path, ()) == {}
 
 
 @every_row("cell", [
@@ -156,15 +168,17 @@ def test_a_folder_is_run_and_each_verdict_is_what_happened(tmp_path: Path) -> No
     script = SCRIPT.read_text()
     write(tmp_path / "good.ipynb", ["!pip install unsloth", *script.split("\n\n\n")])
     write(tmp_path / "bad.ipynb", ["x = 1", "raise ValueError('no | good')"])
+    write(tmp_path / "dropped.ipynb", [script, "dict(modules_to_save=['lm_head'])"])
     write(tmp_path / "idle.ipynb", ["x = 1"])
     done = CliRunner().invoke(notebooks.main, [str(tmp_path), "--output", str(tmp_path / "rows.jsonl")])
     assert done.exit_code == 0, done.output
-    assert "1 of 3 notebooks ran to their end" in done.output
+    assert "1 of 4 notebooks ran to their end" in done.output
     lines = notebooks_table(read_rows(tmp_path / "rows.jsonl") * 2)
-    assert lines[3].startswith("1 of 3 ran to their end. `device`: ") and len(lines) == 16
-    assert {*lines[7:10]} == {"| runs | 1 |", "| stops elsewhere | 1 |", "| trains nothing | 1 |"}
-    assert "cell 1: ValueError: no / good |" in lines[13] and "| 2 |" in lines[14] and "| runs |" in lines[14]
-    assert "it trains nothing" in lines[15]
+    assert lines[3].startswith("1 of 4 ran to their end. `device`: ") and len(lines) == 18
+    assert {*lines[7:11]} == {"| raw error of this package | 1 |", "| runs | 1 |", "| stops elsewhere | 1 |",
+                              "| trains nothing | 1 |"}
+    assert "cell 1: ValueError: no / good |" in lines[14] and "| 2 |" in lines[16] and "| runs |" in lines[16]
+    assert "beside LoRA, and unchanged: {'lm_head': 0.0}" in lines[15] and "it trains nothing" in lines[17]
 
 
 def write(path: Path, cells: list[str]) -> None:
