@@ -231,7 +231,9 @@ def test_every_option_of_unsloth_is_accepted_at_unsloths_own_default(loader: typ
     ({"target_modules": 5}, "target_modules is 5; it must be a text, or a list of texts"),
     ({"rank_pattern": {"x": "y"}}, "it must be a dict of numbers"),
     ({"bias": "all"}, 'only "none" is supported'), ({"max_seq_length": 64}, "loaded with 128"),
-    ({"target_modules": ["q_proj", "qkv_proj"]}, r"\['qkv_proj'\], which this model does not have"),
+    ({"target_modules": ["q_proj", "qproj", "w1"]}, r"names \['qproj', 'w1'\], which this model does not have; its "
+     "linear layers are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
+    ({"target_modules": ["w1", "c_attn"]}, r"names \['c_attn', 'w1'\], which this model does not have"),
     ({"target_modules": ["lm_head"]}, "name linear layers too"),
     ({"target_modules": "q_proj"}, "all-linear"), ({"finetune_language_layers": False}, "leaves nothing to train"),
     ({"finetune_attention_modules": False, "finetune_mlp_modules": False}, "leaves nothing to train"),

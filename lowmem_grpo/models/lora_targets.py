@@ -19,6 +19,12 @@ from lowmem_grpo.runs.adapter_file import beyond_lora, check_patterns, check_val
 
 logger = logging.getLogger(__name__)
 ALL_LINEAR = [*SPLIT, "o_proj", *GATE_UP, "down_proj"]
+OF_SOME = {  # names of linear layers that only some families have
+    *ALL_LINEAR, *DELTA_IN, DELTA_OUT, "qkv_proj", "gate_up_proj", "in_proj", "w1", "w2", "w3", "c_attn", "c_fc",
+    "c_proj", "fc1", "fc2", "linear_1", "linear_2", "query", "key", "value", "dense", "query_key_value",
+    "dense_h_to_4h", "dense_4h_to_h", "Wqkv", "Wi", "Wo", "x_proj", "dt_proj", "shared_mlp.input_linear",
+    "shared_mlp.output_linear",
+}
 ATTENTION = re.compile(r"\.(\w*attn\w*|\w*attention\w*)\.")  # part of the path of every linear layer of attention
 NO_EXPERTS = ("target_modules names {}. In a mixture of experts, LoRA goes on attention only; the experts and their "
               "router stay frozen. Leave these names out: target_modules={}")
@@ -185,8 +191,9 @@ def names_of(model: PreTrainedModel) -> set[str]:
 
 
 def check_targets(model: PreTrainedModel, targets: list[str] | str, exclude: Targets = None) -> list[str] | str:
-    """Return the targets. ValueError if a name does not exist in the model, or is the frozen head or embedding, an
-    expert or a router."""
+    """Return the targets, without names that only other families have (a warning says which, as PEFT does not).
+    ValueError if a name is unknown or no name is the model's, or if one is the head, the embedding, an expert or a
+    router."""
     if has_experts(model.config):
         targets = check_experts_left(usual_targets(model), targets)
     if isinstance(targets, str):
@@ -194,11 +201,15 @@ def check_targets(model: PreTrainedModel, targets: list[str] | str, exclude: Tar
             check_targets(model, paths_of(model, targets, exclude))
         return targets
     names = names_of(model)
-    missing = sorted(target for target in targets if target.rpartition(".")[2] not in names)
-    if missing:
-        raise ValueError(f"target_modules names {missing}, which this model does not have")
+    if missing := sorted(target for target in targets if target.rpartition(".")[2] not in names):
+        own = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in decoder_linears(model, Scope())))
+        if {*missing} - OF_SOME or len(missing) == len(targets):
+            raise ValueError(f"target_modules names {missing}, which this model does not have; its linear layers are "
+                             f"{own}")
+        logger.warning("target_modules names %s, which only other families have: there is no LoRA for them. The "
+                       "linear layers of this model are %s", ", ".join(missing), own)
     check_targets_of_lora(targets)
-    return list(targets)
+    return [target for target in targets if target not in missing]
 
 
 def paths_of(model: PreTrainedModel, pattern: str, exclude: Targets = None) -> list[str]:

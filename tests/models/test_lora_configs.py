@@ -103,6 +103,18 @@ def test_a_config_puts_the_layers_ranks_scales_and_first_values_there_that_peft_
     assert {name for name, one in ours.named_parameters() if one.requires_grad} == wanted.keys()
 
 
+def test_names_that_only_other_families_have_get_no_lora_as_with_peft_and_one_line_says_so(
+    caplog: pytest.LogCaptureFixture
+) -> None:
+    lfm2 = ["q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"]
+    config = LoraConfig(r=4, target_modules=lfm2, task_type="CAUSAL_LM")
+    with caplog.at_level("WARNING", logger="lowmem_grpo"):
+        ours = brought(base(), config)
+    assert adapted(ours) == adapted(peft_model(base(), config))
+    assert [text for text in caplog.messages if "in_proj, out_proj, w1, w2, w3" in text] == caplog.messages
+    assert ours.peft_config["default"].target_modules == {"q_proj", "k_proj", "v_proj"}
+
+
 @pytest.mark.parametrize("case", EQUAL)
 @pytest.mark.every(3)
 def test_adapters_go_both_ways_with_equal_logits_and_the_same_settings(case: str, tmp_path: Path) -> None:
