@@ -218,10 +218,11 @@ class Learner:
         before, random = self.objective.state(), RandomStates(self.policy.device)
         try:
             self.prepare(groups, 1, training=False)
-            counted = [group for group in self.counted_groups(groups) if not group.unjudged]
+            counted = self.counted_groups(groups)  # the shares of the ranks are those of `prepare`
+            mine, judged = ([group for group in some if not group.unjudged] for some in (self.mine(counted), counted))
             work = partial(self.accumulate, totals=self.totals(groups, None), training=False)
-            sums = self.packer.run("an evaluation", self.mine(counted), self.limits, work, random.restore)
-            return sums.of_all_ranks(self.ranks, members(counted)).metrics(self.objective)
+            sums = self.packer.run("an evaluation", mine, self.limits, work, random.restore)
+            return sums.of_all_ranks(self.ranks, members(judged)).metrics(self.objective)
         finally:
             self.objective.restore(before)
             self.prepared = None

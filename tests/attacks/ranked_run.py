@@ -87,11 +87,14 @@ def begin(folder: Path, rank: int, count: int, port: int, work: Callable[..., An
 
 
 def trainer(folder: Path, double: bool = False, method: str = "grpo", reward: Any = digit_sum, rows: Any = ROWS,
-            callbacks: Any = (), engine: str = "transformers", lora_seed: int = 3, **settings: Any) -> Trainer:
-    """A trainer of the embedded model, without dropout."""
-    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False, fast_inference=engine)
+            callbacks: Any = (), engine: str = "transformers", lora_seed: int = 3, beside: Any = None,
+            dtype: torch.dtype | None = None, **settings: Any) -> Trainer:
+    """A trainer of the embedded model, without dropout. `beside` are options of get_peft_model: what is trained beside
+    LoRA."""
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False, fast_inference=engine,
+                                                dtype=dtype)
     model = FastLanguageModel.get_peft_model(bare, r=4, lora_dropout=0.0, use_gradient_checkpointing=False,
-                                             random_state=lora_seed)
+                                             random_state=lora_seed, **beside or {})
     if double:
         model.double()
     if method == "sft":

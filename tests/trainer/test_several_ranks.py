@@ -64,6 +64,15 @@ def test_in_float64_and_in_a_fixed_order_the_adapter_is_the_same_bit_for_bit(tmp
             assert all(torch.equal(adapter[name], held) for name, held in expected.items()), count
 
 
+def sometimes_unjudged(completions: list[str], prompts: list[str], **kwargs: Any) -> list[float | None]:
+    """Gives no verdict on a row that is evaluated in the second rank's share."""
+    return [None if "with 1." in prompt else float(len(text) % 5)
+            for text, prompt in zip(completions, prompts, strict=True)]
+
+
+setattr(sometimes_unjudged, "required", True)  # noqa: B010 - a function's attribute
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     {"scale_rewards": "batch", "dynamic_sampling_rounds": 2, "replay_buffer_size": 4},
@@ -73,8 +82,12 @@ def test_in_float64_and_in_a_fixed_order_the_adapter_is_the_same_bit_for_bit(tmp
     {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1},
     {"teacher": "ema", "distillation_mode": "full_logits", "num_iterations": 2},
     {"teacher": "base", "distillation_mode": "full_logits", "steps_per_generation": 2, "max_steps": 2},
+    {"teacher": "base", "distillation_mode": "full_logits", "eval_strategy": "steps", "eval_steps": 2,
+     "reward": sometimes_unjudged},
+    {"beside": {"modules_to_save": ["lm_head"]}}, {"beside": {"trainable_token_indices": [5, 23, 40, 41, 300]}},
 ], ids=["batch std, dynamic sampling, replay", "several updates on chosen tokens", "ReMax, pools", "SFT", "evaluation",
-        "a teacher that follows", "a teacher of several steps"])
+        "a teacher that follows", "a teacher of several steps", "a teacher in evaluations without judgements",
+        "head and embedding", "some rows"])
 def test_two_ranks_decide_what_one_process_decides_with(tmp_path: Path, settings: dict[str, Any]) -> None:
     settings = {"double": True, "parity_bound": 0.001, "max_steps": 3} | settings
     if "method" in settings:
@@ -88,6 +101,18 @@ def test_two_ranks_decide_what_one_process_decides_with(tmp_path: Path, settings
         for name in line:
             if name.startswith("eval_") and not name.startswith(tuple(f"eval_{time}" for time in TIMES)):
                 assert found[name] == pytest.approx(line[name], rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_ranks_round_16_bits_at_random_alike(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"beside": {"modules_to_save": ["lm_head"]}, "dtype": torch.bfloat16,
+                                "embedding_learning_rate": 1e-5, "method": "sft", "max_steps": 4}
+    ((alone, _),) = Ranked(tmp_path / "1", 1, train, **settings).wait()
+    first, second = (adapter for adapter, _ in Ranked(tmp_path / "2", 2, train, **settings).wait())
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    (name,) = (name for name in first if "modules_to_save" in name)
+    assert first[name].dtype == torch.bfloat16
+    assert (first[name] == alone[name]).double().mean() > 0.99, "another sum of gradients changes few roundings"
 
 
 # Going on
