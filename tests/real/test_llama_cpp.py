@@ -11,8 +11,8 @@ from llama_quantizer import llama_quantizer
 from published_model import published_model
 from safetensors.torch import load_file
 
-from bench.llama_cpp import Answers, answers
-from lowmem_grpo import FastLanguageModel, SFTConfig, SFTTrainer
+from bench.llama_cpp import Answers, LlamaCpp, answers
+from lowmem_grpo import FastLanguageModel, SFTConfig, SFTTrainer, add_new_tokens
 from lowmem_grpo.models.gguf_file import gguf_tensors
 
 pytestmark = pytest.mark.slow
@@ -40,6 +40,26 @@ def test_llama_cpp_chooses_the_tokens_of_the_base_and_of_the_trained_model(
     trained = answers(model, tokenizer)
     assert not {tuple(ids[:3]) for ids in trained.said} & {tuple(ids[:3]) for ids in base.said}
     check(trained, "trained", written(model, tmp_path / "trained", "f16", "q8_0", "q4_k_m"), record_property)
+
+
+def test_llama_cpp_reads_and_says_a_new_token_as_the_loaded_model_does(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    model, tokenizer = FastLanguageModel.from_pretrained(str(published_model().folder), 256, torch.float32,
+                                                         load_in_16bit=True)
+    usual = answers(model, tokenizer).said[0][2]
+    add_new_tokens(model, tokenizer, ["<new>"])
+    [new] = model.loaded.new_tokens
+    model = FastLanguageModel.get_peft_model(model, r=4, trainable_token_indices=[new])
+    table = model.get_base_model().get_input_embeddings()
+    with torch.no_grad():
+        table.token_adapter.trainable_tokens_delta["default"].copy_(1.5 * table.weight[[usual]])
+    said = answers(model, tokenizer)
+    assert new in said.said[0]
+    file = written(model, tmp_path / "out", "f16")["f16"]
+    assert LlamaCpp(file).ask("/tokenize", content="a<new>b", parse_special=True)["tokens"] == tokenizer.encode(
+        "a<new>b", add_special_tokens=False)
+    check(said, "new token", {"f16": file}, record_property)
 
 
 def written(model: Any, folder: Path, *kinds: str) -> dict[str, Path]:
