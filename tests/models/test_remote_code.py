@@ -69,7 +69,7 @@ def planted(folder: Path, part: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize("call", [
     lambda folder: FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False),
     lambda folder: answers(folder, None, [], "cpu"),  # type: ignore[arg-type]
-    lambda folder: check_loads(folder, {}),
+    lambda folder: check_loads(folder, set()),
 ], ids=["load", "compare an export", "check an export"])
 def test_code_in_the_models_folder_does_not_run_although_the_user_would_say_yes(
     part: str, call: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

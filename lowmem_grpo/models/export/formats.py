@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from peft import PeftConfig
 from peft.utils.save_and_load import load_peft_weights
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.memory.families import reads_images
@@ -169,14 +170,25 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
         processor = with_saved_bounds(load_processor(stored.path, tokenizer), adapter.folder)
     check_patterns(adapter_config, (path for path, _ in empty_model(config).named_modules()), adapter.note)
     weights = stored_weights(Path(stored.path), config, form, computed, device, names)
-    weights, config = with_matrices(weights, trained, config)
-    rows = config.get_text_config().vocab_size
+    stored_rows = config.get_text_config().vocab_size
+    weights, config = with_matrices(weights, trained, config, new_tokens_of(adapter.folder / NEW_ROWS))
+    if (rows := config.get_text_config().vocab_size) != stored_rows and tokenizer_beside(adapter.folder) is None:
+        raise ExportError(f"the adapter has {rows} tokens and its base {stored_rows}, and {adapter.folder} holds no "
+                          "tokenizer with the new ones: save it there (tokenizer.save_pretrained), and export again")
     dtype, generation = output_dtype(settings.dtype, computed), generation_of(stored.path)
     ends = end_ids(generation_of(adapter.folder) or generation or config, tokenizer)
     merge = Merge(weights, pairs, dtype, config, generation, tokenizer, ends, device,
                   lambda: adapter_logits(stored, adapter.folder, computed, device, form, rows), processor)
     write_folder(merge, temp, done)
     return record
+
+
+def new_tokens_of(file: Path) -> list[int]:
+    """Return the tokens whose rows were put into the base before training; ExportError for a file that does not say."""
+    try:
+        return list(load_file(file)["ids"].tolist()) if file.is_file() else []
+    except (LookupError, SafetensorError) as error:
+        raise ExportError(f"{file} does not say the base's new tokens ({error}); take it from the run again") from error
 
 
 def export_gguf(adapter: RunAdapter, settings: ExportSettings, converter: gguf.Converter, temp: Path,

@@ -6,7 +6,7 @@ ties embedding and head, so does the exported model, unless the adapter holds di
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -56,19 +56,17 @@ def trained_matrices(config: LoraConfig, tensors: Mapping[str, Tensor], owner: s
     """Return {tensor of the base: an adapter's values} for the tensors of its file that are not LoRA's. `owner` begins
     the message of an AdapterError."""
     found, named = {}, config.trainable_token_indices or []
-    for name, values in sorted(tensors.items()):
+    for name, values in tensors.items():
         module, rows, _ = name.removeprefix(PREFIX).partition(OF_ROWS)
-        if ".lora_" in name:
-            continue
-        ids: Sequence[int] = range(len(values))
         if rows:
-            module = f"{module}.weight"
             ids = named if not isinstance(named, dict) else next(
-                (ids for part, ids in named.items() if f".{module}".endswith(f".{part}.weight")), [])
-            if len(ids) != len(values):
+                (ids for part, ids in named.items() if f".{module}".endswith(f".{part}")), [])
+            if len(values) != len({*ids}) or len(ids) != len({*ids}) or min(ids, default=0) < 0:
                 raise AdapterError(f"{owner} has {len(values)} rows of {module}, and its trainable_token_indices name "
-                                   f"{len(ids)} tokens; one file is of another adapter")
-        found[module] = TrainedMatrix(values, ids)
+                                   f"{ids}; one file is of another adapter")
+            found[f"{module}.weight"] = TrainedMatrix(values, ids)
+        elif ".lora_" not in name:
+            found[module] = TrainedMatrix(values, range(len(values)))
     return found
 
 
@@ -79,46 +77,47 @@ def live_matrices(model: Any) -> dict[str, TrainedMatrix]:
     return trained_matrices(model.peft_config[name], tensors, "the model")
 
 
-def with_matrices(weights: list[Weight], trained: dict[str, TrainedMatrix], config: Any) -> tuple[list[Weight], Any]:
+def with_matrices(weights: list[Weight], trained: dict[str, TrainedMatrix], config: Any, new: Sequence[int] = ()
+                  ) -> tuple[list[Weight], Any]:
     """Return a base's weights with an adapter's values in them, and the config of the model that they make. ExportError
-    if they do not fit, or if rows of a resized vocabulary are missing."""
-    if not trained:
+    if they do not fit, or if rows of a resized vocabulary or of `new` tokens are missing."""
+    if not trained and not new:
         return weights, config
     own, trained, config = {weight.name: weight for weight in weights}, {**trained}, copy.deepcopy(config)
     model = empty_model(config)
-    paths = {module: f"{path}.weight" for path, module in model.named_modules()}
-    embedding, head = paths[model.get_input_embeddings()], paths.get(model.get_output_embeddings(), "")
-    if trained.keys() & {embedding, head} and model.all_tied_weights_keys.get(head) == embedding:
+    paths = {module: path for path, module in model.named_modules()}
+    ends = [paths[module] for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
+    embedding, head = f"{ends[0]}.weight", f"{ends[-1]}.weight"
+    if trained and model.all_tied_weights_keys.get(head) == embedding:
         if (first := trained.get(embedding)) and not isinstance(first.ids, range):
             trained.setdefault(head, first)  # as PEFT ties trained rows
-        if not first or not first.equals(trained.get(head)):
+        if first and first.equals(trained.get(head)):
+            trained = {name: matrix for name, matrix in trained.items() if name in own}
+        else:
             logger.warning("the base ties embedding and head, and the adapter holds different values for them: both "
                            "are written, with tie_word_embeddings=False")
             own.setdefault(head, replace(own[embedding], name=head))
             for part in (config, config.get_text_config()):
                 part.tie_word_embeddings = False
-        elif head not in own:
-            del trained[head]
-    rows = vocabulary(own, trained, [name for name in (embedding, head) if name in own])
-    own |= {name: matrix.over(own[name], rows.get(name, len(matrix.values))) for name, matrix in trained.items()}
-    config.get_text_config().vocab_size = rows[embedding]
-    return [*own.values()], config
+    rows = count_rows(own, trained, [name for name, weight in own.items() if weight.module in ends], {*new})
+    config.get_text_config().vocab_size = rows
+    return [trained[name].over(weight, rows) if name in trained else weight for name, weight in own.items()], config
 
 
-def vocabulary(own: Mapping[str, Weight], trained: Mapping[str, TrainedMatrix], ends: list[str]) -> dict[str, int]:
-    """Return how many rows embedding and head (`ends`) have. ExportError if rows are missing, or if a trained tensor
-    is not the base's."""
+def count_rows(own: Mapping[str, Weight], trained: Mapping[str, TrainedMatrix], ends: Collection[str], new: set[int]
+               ) -> int:
+    """Return how many rows the tensors of embedding and head (`ends`) have. ExportError if a trained tensor is not the
+    base's, or if rows are missing: the base's own are not those of `new` tokens."""
     for name, (values, ids) in trained.items():
-        had = own[name].shape if name in own else ()
-        least = had[0] if had and isinstance(ids, range) else 0
-        if not had or values.shape[1:] != had[1:] or len(ids) < least or (name not in ends and len(ids) != least):
+        had = own[name].shape if name in ends else ()
+        if values.shape[1:] != had[1:] or not had or (isinstance(ids, range) and len(ids) < had[0]):
             raise ExportError(f"the adapter's {name}, {tuple(values.shape)}, is {had or 'not'} in the base model: the "
                               "adapter was trained on another model. Name the right one with --base")
-    held = {name: {*range(own[name].shape[0]), *(trained[name].ids if name in trained else ())} for name in ends}
-    rows = max(max(tokens) for tokens in held.values()) + 1
-    for name, tokens in held.items():
-        if missing := {*range(rows)} - tokens:
-            raise ExportError(f"neither the adapter nor its base has row {min(missing)} of {name}, in a vocabulary of "
-                              f"{rows}: train the rows of all new tokens, in both, or merge it into its base with "
-                              "plain peft and save that")
-    return dict.fromkeys(ends, rows)
+    held = {name: {*range(own[name].shape[0])} - new | {*(trained[name].ids if name in trained else ())}
+            for name in ends}
+    rows = max(new.union(*held.values())) + 1
+    if missing := [(name, token) for name in ends for token in sorted({*range(rows)} - held[name])]:
+        raise ExportError("neither the adapter nor its base has row {1} of {0}, in a vocabulary of {2}: train the rows "
+                          "of all new tokens, in embedding and head, or load the model with this adapter and call "
+                          "save_pretrained_merged".format(*missing[0], rows))
+    return rows

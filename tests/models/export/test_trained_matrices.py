@@ -8,7 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from export_tools import export_command, names_beside
+from export_tools import edit, export_command, names_beside
 from safetensors.torch import load_file, save_file
 from small_models import TINY, random_model, save_wide, scatter
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -102,8 +102,8 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
     ("whole", 0, {"lm_head.weight": torch.zeros(323, 32)}, r"has row 322 of model.embed_tokens.weight, in a voc.* 323"),
     ("whole", 0, {"lm_head.weight": torch.zeros(322, 16)}, r"lm_head.weight, \(322, 16\), is \(322, 32\) in the base"),
     ("whole", 0, {"lm_head.weight": torch.zeros(320, 32)}, r"lm_head.weight, \(320, 32\), is \(322, 32\) in the base"),
-    ("rows", 3, {}, "has row 322 of lm_head.weight, in a vocabulary of 325: train the rows of all new tokens, in both"),
-    ("rows", 0, {"tokens_delta": torch.zeros(2, 32)}, "2 rows of model.embed_tokens.weight, and .* name 1 tokens"),
+    ("rows", 3, {}, "has row 322 of lm_head.weight, in a vocabulary of 325: train the rows of all new tokens, in"),
+    ("rows", 0, {"tokens_delta": torch.zeros(2, 32)}, r"2 rows of model.embed_tokens, and its .* name \[3\]; one"),
     ("rows of both", 3, {"lm_head.token_adapter.trainable_tokens_delta": torch.zeros(5, 8)}, r"lm_head.weight, \(5, 8"),
 ])
 def test_an_adapter_that_does_not_fit_its_base_is_refused_by_name_before_anything_is_written(
@@ -147,3 +147,33 @@ def test_a_quantized_base_gives_the_same_files_loaded_or_stored_and_16_bits_besi
         "rows of embed_tokens (2 x 256), rows of lm_head (2 x 256)")
     assert all(f"- trained beside it: {said}\n" in (tmp_path / each / "README.md").read_text()
                for each in ("adapter", "live", "stored", "4"))
+
+
+def test_new_tokens_without_a_tokenizer_are_refused_and_repeated_ones_too(tmp_path: Path) -> None:
+    trained(tmp_path, True, 3, **SETTINGS["rows"])
+    (tmp_path / "adapter" / "tokenizer_config.json").unlink()
+    (tmp_path / "adapter" / "tokenizer.json").unlink()
+    with pytest.raises(ExportError, match=r"has 325 tokens and its base 322, and .* holds no tokenizer with the new"):
+        export(tmp_path / "adapter", "merged", tmp_path / "out", settings_of(tmp_path))
+    edit(tmp_path / "adapter", trainable_token_indices=[3, 3, 323, 324])
+    with pytest.raises(AdapterError, match=r"4 rows of .*embed_tokens.* \[3, 3, 323, 324\]"):
+        export(tmp_path / "adapter", "merged", tmp_path / "out", settings_of(tmp_path))
+    assert names_beside(tmp_path) == ["adapter", "base"]
+
+
+def test_new_tokens_that_were_not_trained_are_exported_from_a_loaded_model_only(tmp_path: Path, unequal: None) -> None:
+    base = save_wide(tmp_path / "base", vocab_size=330, num_hidden_layers=1)
+    bare, tokenizer = FastLanguageModel.from_pretrained(str(base), max_seq_length=64, load_in_4bit=False)
+    add_new_tokens(bare, tokenizer, ["<new>"])  # in a row that the base has for no token
+    model = FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False)
+    model.save_lora(tmp_path / "adapter")
+    with pytest.raises(ExportError, match=r"has row 322 of lm_head.*vocabulary of 330: .*save_pretrained_merged"):
+        export(tmp_path / "adapter", "merged", tmp_path / "out")
+    again, _ = FastLanguageModel.from_pretrained(str(tmp_path / "adapter"), max_seq_length=64)
+    merged, stored = (load_file(folder / "model.safetensors") for folder in (
+        again.save_pretrained_merged(tmp_path / "live"), base))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        torch.testing.assert_close(merged[name][322].float(), stored[name].mean(0), rtol=2**-8, atol=1e-5)
+    (tmp_path / "adapter" / "new_rows.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ExportError, match=r"new_rows.safetensors does not say the base's new tokens"):
+        export(tmp_path / "adapter", "merged", tmp_path / "out")
