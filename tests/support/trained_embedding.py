@@ -52,8 +52,6 @@ def adapted(folder: Path, settings: dict[str, Any], **options: Any) -> FastPeftM
 
 def train(policy: Policy, rate: float = 0.05) -> None:
     """One step of AdamW with a large rate on what the prompts teach."""
-    policy.model.requires_grad_(False)
-    policy.model.base_model.set_adapter("default")
     rollouts = [Rollout([6, 40, 383, 7], [0.0] * 4, "stop"), Rollout([21, 100, 5], [0.0] * 3, "stop")]
     (batch,) = pack([RolloutGroup({}, PROMPTS[0], rollouts)], 4096, 256)
     optimizer = torch.optim.AdamW(policy.trainable, rate)

@@ -12,7 +12,6 @@ from inspect import signature
 from typing import Any, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm import LLM, ModelRegistry, SamplingParams, envs
 from vllm.config.cache import CacheConfig
@@ -32,8 +31,7 @@ from lowmem_grpo.engines.vllm.shared_linear import (
     BorrowError,
     borrowed_linear,
 )
-from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
-from lowmem_grpo.kernels.custom_op import matmul_fp32
+from lowmem_grpo.engines.vllm.weight_sharing import BorrowedTable, WeightSharing
 from lowmem_grpo.memory.cards import IN_16_BITS
 
 __all__ = [
@@ -123,20 +121,17 @@ class BorrowedExpertsMethod(NoWeights, fused_moe.FusedMoEMethodBase):
 class BorrowedEmbeddingMethod(QuantizeMethodBase):
     """The quantization method of an embedding, or of a head with float32 logits, on the trainer's matrix."""
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, table: BorrowedTable) -> None:
+        self.table = table
 
     def create_weights(self, layer: nn.Module, *arguments: Any, **options: Any) -> None:
         layer.register_parameter("weight", nn.Parameter(torch.empty(0), requires_grad=False))
 
     def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
-        return F.embedding(input_, self.module.weight)
+        return self.table.embed(input_)
 
-    @torch.no_grad()
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        logits = matmul_fp32(x, self.module.weight.T)
-        own = getattr(self.module, "bias", None)
-        return logits if own is None else logits + own
+        return self.table.logits(x)
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
         return layer
@@ -168,10 +163,10 @@ class BorrowedConfig(QuantizationConfig):
         """Return a layer's quantization method (None: vLLM's own). BorrowError for a layer unlike the trainer's."""
         loan = current()
         if isinstance(layer, VocabParallelEmbedding):  # includes output heads
-            module: Any = loan.embedding(prefix, head=isinstance(layer, ParallelLMHead))
+            table = loan.embedding(prefix, head=isinstance(layer, ParallelLMHead))
             check_equal(prefix, "(vocabulary, width)", (layer.org_vocab_size, layer.embedding_dim),
-                        (*module.weight.shape,))
-            return BorrowedEmbeddingMethod(module)
+                        (*table.held[0].shape,))
+            return BorrowedEmbeddingMethod(table)
         if EXPERTS is not None and isinstance(layer, EXPERTS):
             experts = loan.routed(prefix)
             check_experts(experts, layer)

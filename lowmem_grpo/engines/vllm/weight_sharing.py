@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowmem_grpo.engines.vllm import sampling_weights as adapters
@@ -13,15 +14,18 @@ from lowmem_grpo.engines.vllm.sampling_weights import AdapterCopy, Loras, Room, 
 from lowmem_grpo.engines.vllm.shared_linear import (
     ADVICE,
     OTHER_ENGINE,
+    Borrowed,
     BorrowedExperts,
     BorrowedLinear,
     BorrowError,
     same_tensors,
 )
+from lowmem_grpo.kernels.custom_op import matmul_fp32
 from lowmem_grpo.kernels.lora import LoRA
 from lowmem_grpo.memory.families import FAMILIES, FUSED_GATE_UP, family_of
 from lowmem_grpo.memory.oom import is_out_of_memory
 from lowmem_grpo.models.experts import RoutedBlock
+from lowmem_grpo.models.trained_embedding import SharedRows, base_module
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +40,7 @@ class WeightSharing:
     def __init__(self, base: Any, device: torch.device, adapter: str | None = None, room: Room | None = None) -> None:
         self.base, self.device, self.room = base, device, room
         self.wide: SamplingWeights | None = None
-        embedding = base.get_input_embeddings()
-        self.dtype = getattr(embedding, "original_module", embedding).weight.dtype  # the engine's compute dtype
+        self.dtype = base_module(base.get_input_embeddings()).weight.dtype  # the engine's compute dtype
         self.adapter = adapter or active_adapter(base)
         self.copy = AdapterCopy(loras_of(base, self.adapter), self.dtype, device)
         self.row = family_of(base.config)
@@ -46,7 +49,9 @@ class WeightSharing:
         self.blocks = {path: module for path, module in base.named_modules() if isinstance(module, RoutedBlock)}
         self.linears: dict[str, BorrowedLinear] = {}
         self.experts: dict[str, BorrowedExperts] = {}  # by the path of the trainer's block
-        self.others: dict[str, Tensor] = {}  # embeddings, head and norms, by the trainer's names
+        self.tables: dict[str, BorrowedTable] = {}  # embeddings and head, by the trainer's names
+        self.others: dict[str, Tensor] = {}  # norms, by the trainer's names
+        self.of_base = torch.zeros((), dtype=torch.bool, device=device)  # True while the base model is sampled
 
     # While the engine starts
 
@@ -92,7 +97,7 @@ class WeightSharing:
             raise BorrowError(f"{type(self.base).__name__} has no module {path}, which the engine's {prefix} stands "
                               f"for. {OTHER_ENGINE}") from error
 
-    def embedding(self, prefix: str, head: bool) -> nn.Module:
+    def embedding(self, prefix: str, head: bool) -> "BorrowedTable":
         """Return the trainer's embedding, or head, behind the engine's `prefix`; BorrowError if it has an adapter."""
         module: Any = self.base.get_output_embeddings() if head else self.base.get_input_embeddings()
         other = None if head or not prefix or self.lacks(prefix) else self.base.get_submodule(prefix)
@@ -101,8 +106,8 @@ class WeightSharing:
         if hasattr(module, "base_layer") or (prefix and not head and prefix != name):
             raise BorrowError(f"the engine's {prefix} is not the trainer's plain embedding {name} "
                               f"({type(module).__name__}). {OTHER_ENGINE}")
-        self.others[f"{name}.weight"] = module.weight.detach()
-        return module
+        self.tables[name] = BorrowedTable(name, module, self.adapter, self.of_base)
+        return self.tables[name]
 
     def parameter(self, name: str, like: Tensor) -> Tensor:
         """Return the trainer's tensor of that name, to replace the engine's `like`; BorrowError if shape, dtype or
@@ -121,7 +126,7 @@ class WeightSharing:
 
     def check_complete(self) -> None:
         """Raise BorrowError if the trainer has weights that the engine did not ask for."""
-        linears = tuple(f"{path}." for path in (*self.modules(), *self.experts))
+        linears = tuple(f"{path}." for path in (*self.modules(), *self.experts, *self.tables))
         left = [name for name in (*dict(self.base.named_parameters()), *self.buffers)
                 if name not in self.others and not name.startswith(linears)]
         if left:
@@ -147,12 +152,13 @@ class WeightSharing:
 
     def check(self) -> None:
         """Raise BorrowError if the trainer's tensors are no longer those that the engine shares."""
-        for linear in self.linears.values():
-            for path, module in linear.modules.items():
-                if self.module(path, linear.name) is not module:
+        parts: list[BorrowedLinear | BorrowedTable] = [*self.linears.values(), *self.tables.values()]
+        for part in parts:
+            for path, module in part.modules.items():
+                if self.module(path, part.name) is not module:
                     raise BorrowError(f"{path}: the trainer's module was replaced (an adapter was added or unloaded) "
                                       f"while an engine samples with it. {ADVICE}")
-            linear.check()
+            part.check()
         for experts in self.experts.values():
             experts.check()
         for name, tensor in self.others.items():
@@ -175,12 +181,14 @@ class WeightSharing:
     def use_policy(self, base_model: bool) -> Hashable:
         """Make the engine compute with the current adapter or the base model; return a key for these weights."""
         name, off = adapters.active_in(self.modules())
-        if base_model or off or name is None:
+        name = None if base_model or off else name
+        tables = [table.use(name) for table in self.tables.values()]
+        if name is None:
             self.copy.room.zero_()
             return "base"
         loras = self.loras(name)
         if name == self.adapter:
-            return self.copy.use_adapter(loras)
+            return self.copy.use_adapter(loras), *tables
         adapters.check_fits(self.copy.sampled, loras, name)
         adapters.fill(self.copy.sampled, loras)
         return object()  # equal to no other identity, because these values are not tracked
@@ -191,12 +199,58 @@ class WeightSharing:
     def close(self) -> None:
         self.drop_weights()
         self.wide = self.room = None
-        parts: list[BorrowedLinear | BorrowedExperts] = [*self.linears.values(), *self.experts.values()]
+        parts: list[Any] = [*self.linears.values(), *self.experts.values(), *self.tables.values()]
         for part in parts:
             part.close()
-        self.linears.clear()
-        self.experts.clear()
-        self.others.clear()
+        for held in (self.linears, self.experts, self.tables, self.others):
+            held.clear()
+
+
+class BorrowedTable(Borrowed):
+    """The trainer's embedding or head behind an engine's. An adapter may train a copy of it, or rows, which are in the
+    base's matrix. CUDA graphs freeze the addresses of a lookup, so tokens are looked up in both matrices, and the flag
+    `of_base` selects. Logits are computed outside of graphs."""
+
+    def __init__(self, name: str, module: Any, adapter: str | None, of_base: Tensor) -> None:
+        self.name, self.modules, self.adapter, self.of_base = name, {name: module}, adapter, of_base
+        self.base, self.copies = base_module(module), getattr(module, "modules_to_save", {})
+        self.copy: Any = dict(self.copies).get(adapter)
+        self.active = self.base  # or `copy`
+        self.held = [weight.detach() for weight in self.tensors()]
+
+    def tensors(self) -> list[Tensor]:
+        return [module.weight for module in (self.base, self.copy) if module is not None]
+
+    def use(self, adapter: str | None) -> tuple[int, int]:
+        """Compute with this adapter, which is active, or with the base model (None); return what identifies the values
+        that are trained. BorrowError for an adapter with a copy of its own, other than the engine's."""
+        if adapter != self.adapter and adapter in self.copies:
+            raise BorrowError(f"{self.name}: adapter {adapter!r} has a copy of its own, which an engine that started "
+                              f"with {self.adapter!r} does not know. Pass model.load_lora(FOLDER) to fast_generate")
+        self.of_base.fill_(adapter != self.adapter)
+        self.active = self.base if adapter != self.adapter or self.copy is None else self.copy
+        layer = getattr(self.modules[self.name], "token_adapter", None)
+        if layer is not None:
+            layer.restore() if adapter is None else layer.get_merged_weights(None)
+        trained = self.active.weight if layer is None or layer.rows is None else layer.rows.values
+        return trained.data_ptr(), trained._version
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Look up tokens (...), to (..., D) in the base's dtype."""
+        rows = F.embedding(ids, self.base.weight)
+        return rows if self.copy is None else torch.where(
+            self.of_base, rows, F.embedding(ids, self.copy.weight).to(rows.dtype))
+
+    @torch.no_grad()
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits (N, V) float32 of hidden states (N, D)."""
+        weight, own = self.active.weight, getattr(self.active, "bias", None)
+        logits = matmul_fp32(x.to(weight.dtype), weight.T)
+        return logits if own is None else logits + own
+
+    def close(self) -> None:
+        self.base = self.copy = self.active = None
+        self.modules, self.copies, self.held = {}, {}, []
 
 
 def active_adapter(base: nn.Module) -> str | None:
@@ -207,7 +261,8 @@ def active_adapter(base: nn.Module) -> str | None:
 
 def loras_of(base: nn.Module, name: str | None) -> list[LoRA]:
     """Return a model's LoRAs of that name; BorrowError if it has an adapter of another kind."""
-    loras = [lora_of(path, module, name) for path, module in base.named_modules() if hasattr(module, "base_layer")]
+    loras = [lora_of(path, module, name) for path, module in base.named_modules()
+             if hasattr(module, "base_layer") and not isinstance(module, SharedRows)]
     return [lora for lora in loras if lora is not None]
 
 
