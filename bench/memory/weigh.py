@@ -1,6 +1,6 @@
 """Run a real training step on fake tensors and count its peak bytes on device and host, for any model's config.
 
-    python -m bench.memory.weigh MODEL [TOKENS]      what is alive at the peak of one sequence, largest first
+    python -m bench.memory.weigh MODEL [TOKENS [MODULES_TO_SAVE]]     what is alive at the peak of one sequence
 
 The loader, LoRA layers, Policy, Learner and optimizer are the real ones; only memory and arithmetic are missing. Each
 feature that saves memory can be switched off.
@@ -76,7 +76,9 @@ def weigh(
     model = add_lora(meta_model(kind, torch.bfloat16, nf4=True), rank, max(lengths), features)
     keep_layers(model.get_base_model(), features.kept_layers)
     batch = batch or largest(groups_of(lengths, features), max(lengths) if features.packing else None)
-    known = Known({1: len(batch.images), len(batch.input_ids): int(batch.loss_mask.sum())}, len(batch.rollouts))
+    table = model.get_input_embeddings().weight
+    tied = tuple(table.shape) if table.requires_grad and table is model.get_output_embeddings().weight else ()
+    known = Known({1: len(batch.images), len(batch.input_ids): int(batch.loss_mask.sum())}, len(batch.rollouts), tied)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         make_fake(model)
         learner = learner_of(model, lengths, features, Unmeasured, teacher or {})
@@ -145,7 +147,7 @@ def learner_of(model: Any, lengths: list[int], features: Features, objective: ty
     policy = (Policy if features.no_logits else LogitsPolicy)(model, logits_chunk=features.logits_chunk)
     policy.head_groups = features.head_groups
     with unset_fake_temporarily():  # its tables of 8-bit codes are computed
-        optimizer = make_optimizer(policy.trainable, settings)
+        optimizer = make_optimizer(policy.trained.groups(settings.group_settings(policy.trained.modules)), settings)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     made = objective(settings) if not teacher else UnmeasuredTeaching(
         settings, True, policy, Teacher(str(settings.teacher), policy))
@@ -158,7 +160,8 @@ def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
         engine = SimpleNamespace(close=lambda: None)
         fast = BareModel(model, Loaded("fake", None, context, engine))  # type: ignore[arg-type]
         return FastLanguageModel.get_peft_model(
-            fast, r=rank, use_gradient_checkpointing=features.checkpointing, mlp_tile=features.mlp_tile
+            fast, r=rank, use_gradient_checkpointing=features.checkpointing, mlp_tile=features.mlp_tile,
+            modules_to_save=[*features.modules_to_save] or None,
         )
     targets = [name for name in ALL_LINEAR if any(path.endswith(name) for path, _ in model.named_modules())]
     lora = LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules=targets or "all-linear")
@@ -238,7 +241,8 @@ def main() -> None:
     from lowmem_grpo.memory.model_shape import named_config
 
     name, tokens = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20480
-    found = weigh(named_config(name), [tokens])
+    modules = tuple(sys.argv[3].split(",")) if len(sys.argv) > 3 else ()
+    found = weigh(named_config(name), [tokens], Features(modules_to_save=modules))
     for field, value in vars(found).items():
         if field != "breakdown":
             print(f"{field:<12} {value / GIB:8.3f} GiB")

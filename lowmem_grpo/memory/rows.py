@@ -118,7 +118,7 @@ def all_numbers(shape: ModelShape, settings: RunSettings) -> int:
 
 def trained_bytes(shape: ModelShape, settings: RunSettings) -> dict[str, int]:
     """Return the bytes that are trained, which are also those of gradients: of LoRA, and of what is "saved" beside it
-    on the card and "away" on the host. Together they are the adapter's file."""
+    on the card and "away" on the host."""
     whole, away, rows = saved_numbers(shape, settings)
     return {"lora": settings.trained_bytes or ADAPTER_BYTES * trained_numbers(shape, settings),
             "saved": settings.saved_itemsize * whole + ADAPTER_BYTES * rows, "away": settings.saved_itemsize * away}
@@ -128,7 +128,8 @@ def saved_text(shape: ModelShape, settings: RunSettings) -> str:
     """Return in words what is trained of embedding and head, and how large that makes the adapter's file."""
     parts = [*settings.modules_to_save, *[f"{settings.trained_rows:,} rows in float32"] * bool(settings.trained_rows)]
     bits = f", {8 * settings.saved_itemsize} bits" + ", one matrix" * shape.tied if settings.modules_to_save else ""
-    file = size_text(sum(trained_bytes(shape, settings).values()))
+    trained = trained_bytes(shape, settings)  # PEFT writes a tied matrix under both names
+    file = size_text(sum(trained.values()) + trained["saved"] * shape.tied)
     return f"of {' and '.join(parts)}{bits}; the adapter's file takes {file}"
 
 
@@ -221,6 +222,8 @@ def host_row(shape: ModelShape, settings: RunSettings) -> PlanRow:
              "the trained embedding and its gradients": 3 * trained["away"],
              "the reference adapter": settings.keeps_reference * sum(trained.values()),
              "the teacher's adapter": settings.keeps_teacher * sum(trained.values()),
+             "what undoes a step": bool(settings.modules_to_save) * (sum(trained.values()) + (
+                 sum(state_bytes(shape, settings)) if settings.optim == "adamw_torch" else 0)),
              "the teacher's hidden states": settings.teacher_hidden_bytes,
              "reward models": settings.reward_host_bytes}
     held = ["layer inputs in pinned memory", *(name for name, size in names.items() if size)]

@@ -171,6 +171,29 @@ def test_a_plan_counts_the_numbers_that_are_trained_on_some_layers_of_several_ra
     assert f"{numbers:,} numbers, of rank 8 at most" in rows["adapters"].note
 
 
+@pytest.mark.parametrize(("options", "whole", "rows"), [
+    ({"modules_to_save": ["embed_tokens", "lm_head"]}, ("embed_tokens", "lm_head"), 0),
+    ({"target_modules": ["q_proj", "lm_head"]}, ("embed_tokens", "lm_head"), 0),  # tied: the one matrix
+    ({"trainable_token_indices": [3, 5, 7]}, (), 3),
+])
+def test_what_is_trained_of_embedding_and_head_is_not_planned_as_lora(
+    options: dict[str, Any], whole: tuple[str, ...], rows: int
+) -> None:
+    bare, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
+    model = FastLanguageModel.get_peft_model(bare, r=4, **{"target_modules": ["q_proj"]} | options)
+    assert model.config.tie_word_embeddings
+    found = settings_of(model, GRPOConfig(optim="adamw_8bit"), "transformers", 128)
+    lora = model.config.num_hidden_layers * 4 * 2 * model.config.hidden_size
+    itemsize = bare.get_input_embeddings().weight.element_size()
+    assert (found.modules_to_save, found.trained_rows, found.trained) == (whole, rows, lora)
+    table = rows or model.config.vocab_size
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == lora + table * model.config.hidden_size
+    assert found.saved_itemsize == (itemsize if whole else 2)
+    planned = {row.name: row.train for row in plan(model.config, found, device("16GiB"), "tiny").rows}
+    size = itemsize * table if whole else 2 * 4 * table  # the values of rows and their originals, in float32
+    assert planned["trained copies"] == size * model.config.hidden_size and planned["adapters"] == 4 * lora
+
+
 def test_heads_stay_together_in_the_plan_of_a_model_whose_attention_drops_out() -> None:
     model = loaded()
     model.get_base_model().config.attention_dropout = 0.1

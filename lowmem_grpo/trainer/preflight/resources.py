@@ -17,6 +17,7 @@ from lowmem_grpo.memory.plan import COMPLETION_SHARE, OPTIMIZER_BYTES, Workload
 from lowmem_grpo.models.card_check import has_managed_memory, is_bfloat16_supported
 from lowmem_grpo.models.fp8_layers import form_in_fp8
 from lowmem_grpo.models.trained_set import TrainedWeight
+from lowmem_grpo.runs.checkpoint_state import adapter_tensors
 from lowmem_grpo.runs.files import existing, folder_fault, free_bytes
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.trainer.preflight.subject import Subject
@@ -133,11 +134,11 @@ def how_long(subject: Subject) -> str | None:
 def beside_lora(subject: Subject) -> str | None:
     """Return one line with what is trained of embedding and head, and the bytes that it takes; None for LoRA alone."""
     trained = subject.policy.trained
-    beside, file = [weight for weight in trained if weight.group], sum(each.nbytes for each in trained.parameters)
-    size, states = sum(weight.parameter.nbytes for weight in beside), optimizer_bytes(subject, beside)
-    return (f"trained beside LoRA: {' and '.join(trained.modules)}, with {size_text(size)} of weights, as much of "
-            f"gradients, and {size_text(states)} of optimizer states; the adapter's file takes {size_text(file)}"
-            ) if beside else None
+    beside = [weight for weight in trained if weight.group]
+    sizes = sum(weight.parameter.nbytes for weight in beside), optimizer_bytes(subject, beside), adapter_bytes(subject)
+    size, states, file = map(size_text, sizes)
+    return (f"trained beside LoRA: {' and '.join(trained.modules)}, with {size} of weights, as much of gradients, and "
+            f"{states} of optimizer states; the adapter's file takes {file}") if beside else None
 
 
 def optimizer_bytes(subject: Subject, some: Iterable[TrainedWeight] | None = None) -> int:
@@ -146,9 +147,15 @@ def optimizer_bytes(subject: Subject, some: Iterable[TrainedWeight] | None = Non
     return int(numbers * OPTIMIZER_BYTES[subject.args.optim])
 
 
+def adapter_bytes(subject: Subject) -> int:
+    """Return the bytes of the adapter's file, where PEFT writes a tied matrix under both of its names."""
+    model: Any = subject.policy.model
+    return sum(int(tensor.nbytes) for tensor in adapter_tensors(model).values())
+
+
 def checkpoint_bytes(subject: Subject) -> int:
     """Return the bytes of a checkpoint (adapters and optimizer), or of the adapter alone if none are saved."""
-    adapter = sum(parameter.nbytes for parameter in subject.policy.trainable)
+    adapter = adapter_bytes(subject)
     if subject.args.save_strategy == "no":
         return adapter
     kept = (value.nbytes for values in subject.policy.kept_adapters.values() for value in values.values())

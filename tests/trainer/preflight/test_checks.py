@@ -32,7 +32,7 @@ from lowmem_grpo.trainer.preflight.checks import CHECKS
 from lowmem_grpo.trainer.preflight.subject import Subject, Turns
 from lowmem_grpo.trainer.run_memory import plan_run, settings_of
 from lowmem_grpo.types import SEVERITIES
-from lowmem_grpo.utils import GIB
+from lowmem_grpo.utils import GIB, size_text
 
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 NO_HEADER = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -398,3 +398,22 @@ def test_a_run_without_checkpoints_only_needs_room_for_its_adapter(
     whole = room.checkpoint_bytes(subject)
     monkeypatch.setattr(room, "free_bytes", lambda path: whole - 1)
     assert needed < whole and not [line for line in found(trainer, "error") if "adapter" in line]
+
+
+def test_a_run_that_trains_an_embedding_says_what_it_takes_and_how_large_the_adapters_file_becomes(
+    tmp_path: Path, shared: Any
+) -> None:
+    model = load(modules_to_save=("embed_tokens",))
+    trainer = make(tmp_path, model=model, save_strategy="steps", optim="adamw_torch", beta=0.1, sync_ref_model=True)
+    subject = Subject(trainer)
+    numbers = model.config.vocab_size * model.config.hidden_size
+    sizes = size_text(4 * numbers), size_text(8 * numbers)
+    file = trainer.save_model(str(tmp_path / "saved")) or tmp_path / "saved" / "adapter_model.safetensors"
+    line = room.beside_lora(subject)
+    assert line and line.startswith(f"trained beside LoRA: embed_tokens, with {sizes[0]} of weights, as much of "
+                                    f"gradients, and {sizes[1]} of optimizer states; the adapter's file takes ")
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    told = trained + 4 * numbers  # tied: PEFT writes the matrix under both of its names
+    assert line.endswith(size_text(told)) and told < file.stat().st_size < told + 2**14
+    assert room.checkpoint_bytes(subject) == told + (1 + 2) * trained, "adapter, reference, and float32 states"
+    assert room.beside_lora(Subject(make(tmp_path, model=shared))) is None
