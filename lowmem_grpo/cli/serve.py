@@ -39,12 +39,16 @@ HOST = click.option(
 @click.option("--fp8", "load_in_fp8", is_flag=True, help="Load the model in FP8, with a scale for each row.")
 @click.option("--engine", type=click.Choice(["transformers", "vllm"]), default="transformers", show_default=True,
               help="The engine that samples. vllm is refused: only recipes can use it.")
+@click.option("--train-unembed", "heads", default=0, show_default=True, metavar="N", type=click.IntRange(0),
+              help="Train the whole output head of models that clients create with train_unembed=True, of at most N "
+              "models in memory at a time; each takes 12 bytes for each number of the head.")
 @click.option("--offload-embedding", is_flag=True, help="Keep the embedding on the host, to save the card's memory.")
 @click.option("--recipes", type=UserPath(exists=True, file_okay=False),
               help="A folder of recipe files (NAME.py) that users may submit.")
 def serve(
     port: int, host: str, folder: Path, key_file: Path | None, limits: str, model: str | None, max_seq_length: int,
-    load_in_4bit: bool | None, load_in_fp8: bool, engine: str, offload_embedding: bool, recipes: Path | None,
+    load_in_4bit: bool | None, load_in_fp8: bool, engine: str, heads: int, offload_embedding: bool,
+    recipes: Path | None,
 ) -> None:
     """Run submitted recipes from a queue on this card, and show them on a live page.
 
@@ -93,7 +97,7 @@ def serve(
             queue = JobQueue(database, home.jobs)
             dispatcher = Dispatcher(queue, recipes)
             served = None if model is None else serve_model(
-                model, database, home.models, defaultdict(lambda: usual, own), not others,
+                model, database, home.models, defaultdict(lambda: usual, own), not others, heads,
                 load_in_4bit=load_in_4bit, load_in_fp8=load_in_fp8, max_seq_length=max_seq_length,
                 offload_embedding=offload_embedding)
             users, everywhere = Users(address.key, others), not is_loopback(host)

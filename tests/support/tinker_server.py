@@ -21,9 +21,9 @@ from tests.attacks.service_kills import forward_backward as body
 class Server(HeldUp):
     """A served small model over a folder, and a plain client of it."""
 
-    def __init__(self, folder: Path, allowances: Allowances | None = None) -> None:
-        self.database = Database(folder / "server.sqlite")
-        self.model = serve_model(MODEL, self.database, folder / "models", allowances, load_in_4bit=False,
+    def __init__(self, folder: Path, allowances: Allowances | None = None, name: str = MODEL, heads: int = 0) -> None:
+        self.database, self.name = Database(folder / "server.sqlite"), name
+        self.model = serve_model(name, self.database, folder / "models", allowances, heads=heads, load_in_4bit=False,
                                  max_seq_length=64)
         users = Users(OWNER, [(User("other"), OTHER)])
         app = make_server_app({API: self.model.router}, users, Limits())
@@ -33,10 +33,10 @@ class Server(HeldUp):
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.http.post(f"{API}/{path}", content=content, headers={"X-API-Key": key} | headers)
 
-    def create(self, rank: int = 4, number: int = 0, key: str = OWNER) -> str:
+    def create(self, rank: int = 4, number: int = 0, key: str = OWNER, **lora: Any) -> str:
         session = self.post("create_session", {"tags": []}, key).json()["session_id"]
-        made = self.post("create_model", {"session_id": session, "model_seq_id": number, "base_model": MODEL,
-                                          "lora_config": {"rank": rank, "seed": 3}}, key).json()
+        made = self.post("create_model", {"session_id": session, "model_seq_id": number, "base_model": self.name,
+                                          "lora_config": {"rank": rank, "seed": 3} | lora}, key).json()
         kept = self.wait(made, key).json()
         assert kept.get("model_id") == made["model_id"], kept
         return str(made["model_id"])
@@ -64,9 +64,9 @@ class Server(HeldUp):
         self.wait(self.forward_backward(model, seq, seed))
         return self.wait(self.optim_step(model, seq + 1)).json()
 
-    def trained(self, steps: int = 1, number: int = 0) -> str:
+    def trained(self, steps: int = 1, number: int = 0, **lora: Any) -> str:
         """A model after so many steps."""
-        model = self.create(number=number)
+        model = self.create(number=number, **lora)
         for step in range(steps):
             self.train(model, 2 * step + 1, step)
         return model
@@ -78,7 +78,7 @@ class Server(HeldUp):
     def sampler(self, session: str = "", number: int = 0, path: str | None = None) -> str:
         """The id of a sampling session, of a new session's if none is given: of the base model, or of a path."""
         session = session or self.post("create_session", {}).json()["session_id"]
-        source = {"base_model": MODEL} if path is None else {"model_path": path}
+        source = {"base_model": self.name} if path is None else {"model_path": path}
         return str(self.post("create_sampling_session", {
             "session_id": session, "sampling_session_seq_id": number, **source}).json()["sampling_session_id"])
 

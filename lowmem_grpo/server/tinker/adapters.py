@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -24,11 +24,14 @@ from lowmem_grpo.memory.oom import BatchLimit
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.lora_targets import Scope
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.trained_embedding import is_tied, prepare_embeddings
+from lowmem_grpo.models.trained_set import TrainedSet
 from lowmem_grpo.runs.files import CARD, flush, move, remove, removed_after
 from lowmem_grpo.runs.state import TrainerState
 from lowmem_grpo.server.requests import Body
 from lowmem_grpo.server.tinker.datum import Pass
 from lowmem_grpo.server.tinker.token_objective import TokenObjective
+from lowmem_grpo.trainer.embedding_optimizer import EmbeddingOptimizer
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.nonfinite import Flags, Guard
 from lowmem_grpo.types import Rollout, RolloutGroup
@@ -48,18 +51,21 @@ Metadata = Annotated[dict[str, str] | None, BeforeValidator(lambda notes: {
 } if isinstance(notes, dict) else notes)]
 
 
-HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP only. "
-        "Pass train_unembed=False to say so yourself.")
+FROZEN_HEAD = ("train_unembed is on by default, and this server trains no output head: LoRA goes on attention and MLP "
+               "only. Pass train_unembed=False to say so yourself, or start it with `lowmem-grpo serve "
+               "--train-unembed N`.")
+WHOLE_HEAD = ("train_unembed is on by default: this server trains the whole output head, not LoRA on it. Pass "
+              "train_unembed=False to train LoRA alone.")
 
 
 class LoraSettings(Body, extra="forbid", populate_by_name=True):
-    """The LoRA settings that a client requests. `train_unembed` is ignored: create_session tells clients so."""
+    """The LoRA settings that a client requests. With `unembed`, the output head is trained too, whole."""
 
     rank: Annotated[int, Field(ge=1, le=MOST_RANK)]
     seed: Seed = Field(None, validate_default=True)
     attention: bool = Field(True, alias="train_attn")
     mlp: bool = Field(True, alias="train_mlp")
-    train_unembed: Any = Field(None, exclude=True)
+    unembed: bool = Field(False, alias="train_unembed")
     user_metadata: Metadata = None
 
     def with_metadata(self, metadata: Metadata) -> Self:
@@ -72,7 +78,7 @@ class LoraSettings(Body, extra="forbid", populate_by_name=True):
     @property
     def parts(self) -> dict[str, bool]:
         """What is trained, under the protocol's names."""
-        return {"train_unembed": False, "train_mlp": self.mlp, "train_attn": self.attention}
+        return {"train_unembed": self.unembed, "train_mlp": self.mlp, "train_attn": self.attention}
 
     @property
     def notes_size(self) -> int:
@@ -81,8 +87,8 @@ class LoraSettings(Body, extra="forbid", populate_by_name=True):
     @model_validator(mode="after")
     def check_trained(self) -> Self:
         if not (self.attention or self.mlp):
-            raise ValueError("has train_attn and train_mlp both false, which leaves nothing to train here: the output "
-                             "head stays as it is; set one of them")
+            raise ValueError("has train_attn and train_mlp both false, which leaves no LoRA, and the output head is "
+                             "trained beside it only; set one of them")
         return self
 
 
@@ -128,6 +134,7 @@ class ClientModel:
     adapter: str  # the adapter's name in PEFT
     parameters: dict[str, nn.Parameter]  # by their names in a file
     learner: Learner
+    head: bool = False  # whether its output head is trained
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -137,12 +144,16 @@ class ClientModel:
 class Adapters:
     """Trains models by their ids. Not thread-safe. KeyError for an id that was not created."""
 
-    def __init__(self, policy: Policy, bound: BatchLimit, tokens: int | None = None, offload: bool = False) -> None:
+    def __init__(self, policy: Policy, bound: BatchLimit, tokens: int | None = None, offload: bool = False,
+                 heads: int = 0) -> None:
         """`policy` holds a PEFT model. The adapter that this model already has is never trained here. A micro-batch has
-        at most `tokens` tokens."""
+        at most `tokens` tokens. At most `heads` models whose output head is trained are held; 0 refuses them."""
         if not isinstance(policy.model, PeftModel):
             raise TypeError(f"the model is a {type(policy.model).__name__}; several adapters need a PEFT model")
-        self.policy, self.bound, self.tokens = policy, bound, tokens
+        if heads and is_tied(policy.base):
+            raise ValueError("--train-unembed: the model ties its output head to its embedding, which would be trained "
+                             "too; serve a model with a head of its own, or leave it out")
+        self.policy, self.bound, self.tokens, self.heads = policy, bound, tokens, heads
         self.model: Any = policy.model
         self.own: str = self.model.active_adapter
         self.layers = [path for path, layer in policy.base.named_modules() if isinstance(layer, BaseTunerLayer)]
@@ -152,27 +163,41 @@ class Adapters:
         self.rest()
 
     def create(self, model_id: str, settings: LoraSettings) -> None:
-        """Create a model: A is drawn from the seed, B is zero. It replaces any model that has the same id."""
+        """Create a model: A is drawn from the seed, B is zero. It replaces any model that has the same id; and, if too
+        many trained heads were held, the least recently used model that has one."""
         self.delete(model_id)
+        if settings.unembed and not self.heads:
+            raise ValueError("train_unembed is True of this model, and the server trains no output heads: it has to be "
+                             "started with --train-unembed N")
+        others = [model for model, each in self.held.items() if each.head and settings.unembed]
+        for model in others[: len(others) + 1 - self.heads]:
+            self.delete(model)
         name = f"client{next(self.numbers)}"  # an id may have dots, which no module's name can
         scope = Scope(finetune_attention_modules=settings.attention, finetune_mlp_modules=settings.mlp)
         chosen = [path for path in self.layers if scope.takes(path)]
         if not chosen:
             raise ValueError("train_attn is False, and of a mixture of experts only attention is trained; leave it out")
-        config = LoraConfig(r=settings.rank, lora_alpha=ALPHA, task_type="CAUSAL_LM", target_modules=chosen)
+        head = next(path for path, module in self.policy.base.named_modules()
+                    if module is self.policy.base.get_output_embeddings())
+        config = LoraConfig(r=settings.rank, lora_alpha=ALPHA, task_type="CAUSAL_LM", target_modules=chosen,
+                            modules_to_save=[head] if settings.unembed else None)
         use_kernel_layers(config, self.policy.base)
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)
             self.model.add_adapter(name, config)
+        prepare_embeddings(self.model)
+        self.policy.head = replace(self.policy.head, linear=self.policy.base.get_output_embeddings())
         self.model.set_adapter(name)
         parameters = {weight.saved_name: weight.parameter for weight in self.policy.trained}
-        self.held[model_id] = ClientModel(name, parameters, self.learner_of(parameters.values()))
+        optimizer = make_optimizer(self.policy.trained, settings.seed)
+        learner = self.learner_of(parameters.values(), optimizer)
+        self.held[model_id] = ClientModel(name, parameters, learner, settings.unembed)
         self.rest()
 
-    def learner_of(self, parameters: Collection[nn.Parameter]) -> Learner:
+    def learner_of(self, parameters: Collection[nn.Parameter], optimizer: torch.optim.Optimizer) -> Learner:
         settings = TrainSettings(max_tokens_per_micro_batch=self.tokens, per_device_train_batch_size=MOST_SEQUENCES)
         numbered = {str(number): parameter for number, parameter in enumerate(parameters)}  # one norm for all of them
-        return Learner(self.policy, settings, Objective(), torch.optim.AdamW(parameters), parameters=numbered,
+        return Learner(self.policy, settings, Objective(), optimizer, parameters=numbered,
                        offload=self.offload, bound=self.bound, guard=ClientGuard(parameters), undoes_steps=False)
 
     def delete(self, model_id: str) -> None:
@@ -214,24 +239,25 @@ class Adapters:
         with self.active(model_id) as held:
             if all(parameter.grad is None for parameter in held.parameters.values()):
                 raise ValueError(f"there is no gradient of {model_id}: call forward_backward before optim_step")
-            held.optimizer.param_groups[0].update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps,
-                                                  weight_decay=adam.weight_decay)
+            for group in held.optimizer.param_groups:
+                group.update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps,
+                             weight_decay=adam.weight_decay)
             held.learner.config.max_grad_norm = adam.grad_clip_norm or math.inf
             metrics = held.learner.optim_step()
         return {"grad_norm": metrics["grad_norm"], "learning_rate": adam.learning_rate}
 
     def size(self, model_id: str, moments: bool = False) -> int:
-        """Return the bytes of a model's factors, with `moments` also those of Adam's moments."""
-        size = sum(parameter.nbytes for parameter in self.held[model_id].parameters.values())
-        return size * 3 if moments else size
+        """Return the bytes of a model's weights, with `moments` also those of Adam's moments."""
+        weights = self.held[model_id].parameters.values()
+        return sum(each.nbytes + 2 * max(each.nbytes, 4 * each.numel()) * moments for each in weights)
 
     def state(self, model_id: str) -> dict[str, Tensor]:
-        """Return the factors and moments of a model, on the host, as `restore` takes them."""
+        """Return the weights and moments of a model, on the host, as `restore` takes them."""
         held, tensors = self.held[model_id], {}
         for name, parameter in held.parameters.items():
             tensors[name] = parameter.detach().cpu().clone()
             moments = held.optimizer.state.get(parameter, {})
-            tensors |= {f"{name}/{part}": value.cpu().clone() for part, value in moments.items()}
+            tensors |= {f"{name}/{part}": torch.as_tensor(value).cpu().clone() for part, value in moments.items()}
         return tensors
 
     def snapshot(self, model_id: str, folder: Path) -> None:
@@ -259,9 +285,17 @@ class Adapters:
         for name, parameter in held.parameters.items():
             parameter.data.copy_(state[name])
             moments = {key.partition("/")[2]: value for key, value in state.items() if key.startswith(f"{name}/")}
-            if moments:  # torch keeps the step count on the host
-                held.optimizer.state[parameter] = {part: value.clone().to("cpu" if part == "step" else parameter.device)
-                                             for part, value in moments.items()}
+            if moments:  # torch keeps the step count on the host; that of a head is an int
+                held.optimizer.state[parameter] = {
+                    part: value.clone().to(parameter.device) if part != "step" else
+                    value.clone() if value.is_floating_point() else int(value) for part, value in moments.items()}
+
+
+def make_optimizer(trained: TrainedSet, seed: int) -> torch.optim.Optimizer:
+    """Return AdamW; of a head, it rounds weights in bfloat16 at random."""
+    usual, *heads = trained.groups({name: {} for name in trained.modules})
+    optimizer = torch.optim.AdamW([usual])
+    return EmbeddingOptimizer(optimizer, heads, seed, False) if heads else optimizer
 
 
 def group_of(ids: list[int]) -> RolloutGroup:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from lowmem_grpo.server.requests import ChatError, json_of
 from lowmem_grpo.server.tinker import calls, wire
-from lowmem_grpo.server.tinker.adapters import HEAD
+from lowmem_grpo.server.tinker.adapters import FROZEN_HEAD, WHOLE_HEAD
 from lowmem_grpo.server.tinker.checkpoint_store import SAMPLING, TRAINING, Saved
 from lowmem_grpo.server.tinker.request_store import JSON, PASS, ModelReply, ModelRequest, StoredModel, UnknownError
 from lowmem_grpo.server.tinker.route_utils import SMALL, Answers, ApiRequest, Json, Served, T, checked, route
@@ -88,7 +88,8 @@ class ModelRoutes:
         runs.check_rows("sessions", asked.owner, self.training.usage.allowances[asked.owner].sessions)
         self.store.open_session(session, asked.owner)
         runs.beat(session)
-        return {"type": "create_session", "session_id": session, "info_message": HEAD}
+        return {"type": "create_session", "session_id": session,
+                "info_message": WHOLE_HEAD if self.training.adapters.heads else FROZEN_HEAD}
 
     def heartbeat(self, asked: ApiRequest) -> Json:
         session = asked.json.get("session_id")
@@ -112,6 +113,8 @@ class ModelRoutes:
         made = calls.read(calls.CreateModel, asked.body)
         model = f"{session}:train:{made.model_seq_id}"
         settings = made.lora_config.with_metadata(made.user_metadata)
+        if not self.training.adapters.heads:  # create_session said so
+            settings = settings.model_copy(update={"unembed": False})
         promise = self.training.add_model(model, asked.owner, settings, CREATE)
         return {"request_id": promise, "model_id": model, "type": CREATE}
 

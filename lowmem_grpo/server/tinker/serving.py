@@ -100,16 +100,17 @@ class ServedModel:
 
 def serve_model(
     name: str, database: Database, folder: Path, allowances: Allowances | None = None, alone: bool = False,
-    **loading: Any,
+    heads: int = 0, **loading: Any,
 ) -> ServedModel:
     """Load a model, and resume its clients' models from `folder`. If there is only one user (`alone`), no completions
-    of others are waited for, and all of the user's are decoded together. `loading` goes to `from_pretrained`."""
+    of others are waited for, and all of the user's are decoded together. At most `heads` models with a trained output
+    head are in memory. `loading` goes to `from_pretrained`."""
     model, _ = FastLanguageModel.from_pretrained(name, **loading)
     lora = FastLanguageModel.get_peft_model(model, r=1)  # the active adapter while no client's is
     policy = Policy(lora.inner)
     worker = EngineWorker(lora, policy=policy)
     worker.waiting.turn = None if alone else TURN
-    adapters = Adapters(policy, worker.memory.train, MICRO_BATCH, lora.loaded.offload)
+    adapters = Adapters(policy, worker.memory.train, MICRO_BATCH, lora.loaded.offload, heads)
     config = policy.base.config
     bounds = ModelBounds(policy.head.weight.shape[0], lora.loaded.max_seq_length)
     training = Training(worker, adapters, RequestStore(database), folder, bounds, allowances)

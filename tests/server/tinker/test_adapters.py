@@ -18,9 +18,9 @@ from lowmem_grpo.server.tinker.calls import CreateModel, OptimStep, read
 from lowmem_grpo.server.tinker.datum import Cells, Datum, Pass
 
 
-def adapters(tokens: int | None = None) -> Adapters:
+def adapters(tokens: int | None = None, heads: int = 0) -> Adapters:
     policy = Policy(exact())
-    return Adapters(policy, RunMemory().train, tokens)
+    return Adapters(policy, RunMemory().train, tokens, heads=heads)
 
 
 def of_attention() -> Adapters:
@@ -30,10 +30,10 @@ def of_attention() -> Adapters:
     return made
 
 
-def created(made: Adapters, *models: str) -> Adapters:
+def created(made: Adapters, *models: str, **settings: Any) -> Adapters:
     """Create models whose B is random too, so that every factor has a gradient."""
     for number, model in enumerate(models):
-        made.create(model, LoraSettings(rank=3 + number, seed=number))
+        made.create(model, LoraSettings(rank=3 + number, seed=number, **settings))
         torch.manual_seed(number)
         for one in made.held[model].parameters.values():
             one.data = torch.randn_like(one, dtype=torch.float64) * 0.1
@@ -202,6 +202,82 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_told() -> None:
     with pytest.raises(ValueError, match="gradient is NaN or infinite"):
         made.run("a", asked("importance_sampling", wild))
     assert same(gradients(made, "a"), before)
+
+
+# Trained heads
+
+
+HEAD = "base_model.model.lm_head.weight"
+
+
+def with_heads(*models: str) -> Adapters:
+    return created(adapters(heads=2), *models, unembed=True)
+
+
+@pytest.mark.parametrize("work", [asked("ppo", data()), Pass(wide_data(), "cross_entropy", {}, False)],
+                         ids=["a target each", "several"])
+def test_a_heads_gradient_is_that_of_whole_logits_and_another_models_stays(work: Pass) -> None:
+    made = with_heads("a", "b")
+    before = made.state("a")
+    expected, slopes, _ = dense(made, "b", work)
+    found, _ = made.run("b", work)
+    assert all(torch.allclose(mine.double(), whole, rtol=1e-6) for mine, whole in zip(found, expected, strict=True))
+    got = gradients(made, "b")
+    assert HEAD in got and got.keys() == slopes.keys() and not gradients(made, "a")
+    for name, slope in slopes.items():
+        assert slope.norm() > 0 and (got[name] - slope).norm() <= 1e-9 * slope.norm(), name
+    base = made.policy.base.lm_head.original_module.weight.clone()
+    made.optim_step("b", Adam())
+    assert same(made.state("a"), before) and torch.equal(made.policy.base.lm_head.original_module.weight, base)
+    assert made.policy.head.weight is made.policy.base.lm_head.original_module.weight
+
+
+def test_a_heads_step_is_that_of_adamw_with_the_settings_of_the_call() -> None:
+    made = with_heads("a")
+    copy = torch.nn.Parameter(made.held["a"].parameters[HEAD].detach().clone())
+    plain = torch.optim.AdamW([copy], lr=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2)
+    for rate in (0.1, 0.003):
+        made.run("a", asked("cross_entropy", data()))
+        copy.grad, plain.param_groups[0]["lr"] = gradients(made, "a")[HEAD], rate
+        plain.step()
+        made.optim_step("a", Adam(learning_rate=rate, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2))
+        assert torch.allclose(made.held["a"].parameters[HEAD], copy, rtol=1e-4, atol=1e-6)
+
+
+def test_a_head_in_16_bits_goes_on_bit_for_bit_from_its_state_and_its_size_is_told() -> None:
+    made = Adapters(Policy(exact().bfloat16()), RunMemory().train, heads=3)
+    made.create("a", LoraSettings(rank=2, seed=1, unembed=True))
+
+    def step(model: str) -> dict[str, Tensor]:
+        made.run(model, asked("cross_entropy", data()))
+        made.optim_step(model, Adam(learning_rate=1e-4))
+        return made.state(model)
+
+    state, base = step("a"), made.policy.base.lm_head.original_module.weight
+    assert state[HEAD].dtype == torch.bfloat16 and not torch.equal(state[HEAD], base)
+    assert made.size("a", moments=True) == pytest.approx(sum(each.nbytes for each in state.values()), rel=0.03)
+    for model, seed in (("again", 1), ("of another seed", 2)):
+        made.create(model, LoraSettings(rank=2, seed=seed, unembed=True))
+        made.restore(model, state)
+    following = step("a")
+    assert same(step("again"), following) and not same(step("of another seed"), following)
+
+
+def test_the_least_recently_used_head_makes_room_and_deletion_frees_it() -> None:
+    made = with_heads("a", "b")
+    made.create("plain", LoraSettings(rank=2))
+    made.create("c", LoraSettings(rank=2, unembed=True))
+    assert [*made.held] == ["b", "plain", "c"]
+    copies = made.policy.base.lm_head.modules_to_save
+    assert len(copies) == 2
+    made.delete("c")
+    made.delete("b")
+    assert not copies
+    with pytest.raises(ValueError, match="started with --train-unembed N"):
+        adapters().create("a", LoraSettings(rank=2, unembed=True))
+
+
+# Wrong settings
 
 
 @every_row(("make", "told"), [
