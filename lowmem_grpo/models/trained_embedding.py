@@ -211,6 +211,10 @@ def check_beside(model: Any, config: LoraConfig) -> None:
     if both := sorted(whole & rows.keys()):
         raise ValueError(f"modules_to_save and trainable_token_indices both name {both[0]}: train all of its rows, or "
                          "the chosen ones")
+    for name in sorted({*whole, *rows}):
+        if not isinstance(own := base_module(known[name]), nn.Embedding) and type(own) is not nn.Linear:
+            raise ValueError(f"{name} is a {type(own).__name__}, and only plain weights in 16 or 32 bits are trained "
+                             "beside LoRA: load the model with its embedding and head unquantized, or leave it out")
     if whole and is_tied(model) and not config.ensure_weight_tying:
         raise ValueError("the model ties its embedding to its head, and PEFT's default would train two copies that "
                          "drift apart: set ensure_weight_tying=True, which trains the one matrix")

@@ -5,6 +5,7 @@ import re
 import warnings
 from typing import Any
 
+import bitsandbytes
 import peft
 import pytest
 import torch
@@ -238,3 +239,13 @@ def test_a_tied_model_with_pefts_default_is_refused() -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **WHOLE)
     with pytest.raises(ValueError, match="two copies that drift apart: set ensure_weight_tying=True"):
         Brought(model, None, config, None, GRPOConfig(), 64).trainable()
+
+
+@pytest.mark.parametrize("settings", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": {"lm_head": [5]}}])
+def test_a_head_in_4_bits_is_refused_before_peft_wraps_it(settings: dict[str, Any]) -> None:
+    model = random_model("Llama", tie_word_embeddings=False)
+    model.lm_head = bitsandbytes.nn.Linear4bit(32, 384, bias=False, quant_type="nf4")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **settings)
+    with pytest.raises(ValueError, match="lm_head is a Linear4bit, and only plain weights in 16 or 32 bits"):
+        Brought(model, AutoTokenizer.from_pretrained(TINY), config, None, GRPOConfig(), 64).trainable()
+    assert not any("lora" in name for name, _ in model.named_parameters())
