@@ -185,7 +185,10 @@ class SFTTrainer(TrlApi):
         metrics = super().update(groups, at_most)
         completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
         self.state.num_tokens += completions + sum(len(group.prompt_ids) for group in groups)
-        return {name: metrics[name] for name in MEASURED if name in metrics} | {"completions/tokens": completions}
+        beside = [f"{what}/{group['name']}" for group in self.optimizer.param_groups if "name" in group
+                  for what in ("learning_rate", "grad_norm")]  # of modules that are trained beside LoRA
+        return {name: metrics[name] for name in (*MEASURED, *beside) if name in metrics} | {
+            "completions/tokens": completions}
 
     def step(self) -> dict[str, float]:
         return self.update(self.next_groups())

@@ -80,8 +80,10 @@ def test_what_the_first_one_makes_all_have_and_the_others_make_nothing(ranks: li
     assert made == [0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_are_summed_and_one_that_a_rank_lacks_counts_as_zero(ranks: list[Ranks], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-6), (torch.float64, 1e-15), (torch.bfloat16, 2**-8)])
+def test_gradients_are_summed_and_one_that_a_rank_lacks_counts_as_zero(
+    ranks: list[Ranks], dtype: torch.dtype, rtol: float
+) -> None:
     def parameters(rank: int) -> list[nn.Parameter]:
         torch.manual_seed(rank)
         made = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 5), (7,), (2, 2))]
@@ -91,15 +93,15 @@ def test_gradients_are_summed_and_one_that_a_rank_lacks_counts_as_zero(ranks: li
         return made  # nobody has a gradient of the last one
 
     held = [parameters(one.rank) for one in ranks]
-    expected = [sum(p.grad for p in ps if p.grad is not None) for ps in zip(*held, strict=True)]
+    expected: list[Any] = [sum(p.grad.double() for p in ps if p.grad is not None) for ps in zip(*held, strict=True)]
     for _ in range(2):  # the buffer is used again
         for some, rank in zip(held, ranks, strict=True):
             for parameter, fresh in zip(some, parameters(rank.rank), strict=True):
                 parameter.grad = fresh.grad
         each(ranks, lambda one: one.sum_gradients(held[one.rank]))
     for some in held:
-        torch.testing.assert_close(some[0].grad, expected[0], rtol=1e-6 if dtype == torch.float32 else 1e-15, atol=1e-6)
-        assert torch.equal(some[1].grad, expected[1]) and some[2].grad is None
+        torch.testing.assert_close(some[0].grad, expected[0].to(dtype), rtol=rtol, atol=1e-6)
+        assert torch.equal(some[1].grad, expected[1].to(dtype)) and some[2].grad is None
         assert torch.equal(some[0].grad, held[0][0].grad), "the same bits in every rank"
 
 

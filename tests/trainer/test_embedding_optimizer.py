@@ -8,10 +8,11 @@ import bitsandbytes
 import peft
 import pytest
 import torch
-from small_models import random_model
+from small_models import random_model, shallow
 from torch import Tensor, nn
 
-from lowmem_grpo import GRPOConfig, SFTConfig
+from lowmem_grpo import FastLanguageModel, GRPOConfig, SFTConfig
+from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.models.trained_set import TrainedSet
 from lowmem_grpo.runs.checkpoint import load_checkpoint, save_checkpoint
 from lowmem_grpo.runs.checkpoint_state import encode
@@ -19,6 +20,8 @@ from lowmem_grpo.runs.saved_adapter import MismatchError
 from lowmem_grpo.trainer import embedding_optimizer
 from lowmem_grpo.trainer.embedding_optimizer import rounded
 from lowmem_grpo.trainer.optim import OptimizerCopy, learning_rates, make_optimizer, own_or_made
+from tests.attacks import small_run
+from tests.attacks.small_run import StopAt, differences, records
 
 BOTH: dict[str, Any] = {"modules_to_save": ["embed_tokens", "lm_head"]}
 
@@ -192,6 +195,9 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(optim: str, tmp_path: 
     assert same(everything(*second), everything(*straight))
     walk(*other, range(4))
     assert not same(everything(*other), everything(*straight))
+    other[1].load_state_dict(first[1].state_dict())
+    other[0].load_state_dict(first[0].state_dict())
+    assert same(everything(*other), everything(*first))
 
 
 @pytest.mark.parametrize("optim", MADE)
@@ -223,3 +229,30 @@ def test_a_gradient_that_overflows_under_loss_scaling_skips_all_parts_of_the_ste
     scaler.step(optimizer)
     scaler.update()
     assert same(everything(model, optimizer, None), before)
+
+
+def in_16_bits(**beside: Any) -> FastPeftModel:
+    bare, _ = FastLanguageModel.from_pretrained(str(shallow()), max_seq_length=64, load_in_4bit=False,
+                                                dtype=torch.bfloat16)
+    return FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False, **beside)
+
+
+@pytest.mark.parametrize(("make", "settings", "beside"), [
+    (small_run.make, {"max_completion_length": 8, "optim": "adamw_8bit"}, BOTH),
+    (small_run.make_sft, {}, BOTH), (small_run.make_sft, {}, {"trainable_token_indices": [3, 30, 31]}),
+], ids=["GRPO", "SFT", "SFT of rows"])
+def test_a_run_in_bfloat16_is_resumed_bit_for_bit_and_logs_rate_and_norm_of_the_embedding(
+    make: Any, settings: Any, beside: Any, tmp_path: Path
+) -> None:
+    settings = settings | {"max_steps": 3, "embedding_learning_rate": 1e-5, "weight_decay": 0.1, "logging_steps": 1,
+                           "warmup_steps": 0}
+    model = in_16_bits(**beside)
+    make(tmp_path / "whole", model=model, **settings).train()
+    make(tmp_path / "parts", callbacks=[StopAt(2)], model=in_16_bits(**beside), **settings).train()
+    make(tmp_path / "parts", model=in_16_bits(**beside), **settings).train(resume_from_checkpoint=True)
+    assert differences(tmp_path / "parts", tmp_path / "whole") == []
+    (embedding,) = [weight for weight in TrainedSet.of(model) if weight.group]
+    assert embedding.base is not None and not torch.equal(embedding.parameter, embedding.base)
+    line = records(tmp_path / "whole", completions=False)[0][0]
+    assert 0 < line["learning_rate/embed_tokens"] <= 1e-5 < line["learning_rate"]
+    assert 0 < line["grad_norm/embed_tokens"] <= line["grad_norm"]
