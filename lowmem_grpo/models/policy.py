@@ -355,14 +355,15 @@ class Policy:
         """Copy the current adapter to the host as the reference. If the adapter is untrained and the reference never
         `moves`, the base model is the reference and nothing is copied."""
         own = self.trained.values() if moves or self.is_trained() else {}
-        self.reference_adapter = {name: value.to("cpu", copy=True) for name, value in own.items()}
+        self.reference_adapter = {name: in_float32(value) if moves else value.to("cpu", copy=True)
+                                  for name, value in own.items()}
 
     @torch.no_grad()
     def move_reference(self, share: float) -> None:
         """Set each weight of the reference adapter to share * policy + (1 - share) * reference. If the reference is the
         base model, its adapter starts as one without effect."""
         self.reference_adapter = self.reference_adapter or {
-            weight.name: weight.without_effect.to("cpu", copy=True) for weight in self.trained}
+            weight.name: in_float32(weight.without_effect) for weight in self.trained}
         self.move(self.reference_adapter, share)
 
     @property
@@ -391,7 +392,7 @@ class Policy:
         live = {name: own[name].data for name in adapter}
         try:
             for name, kept in adapter.items():
-                own[name].data = kept.to(live[name].device)
+                own[name].data = kept.to(live[name])
             with evaluating(self.model):
                 yield
         finally:  # restores the same memory: optimizers and engines hold its addresses
@@ -400,6 +401,11 @@ class Policy:
             for table in (self.base.get_input_embeddings(), self.head.linear):
                 if (layer := getattr(table, "token_adapter", None)) is not None:
                     layer.get_merged_weights(None)  # the trained rows lie in the base's matrix
+
+
+def in_float32(value: Tensor) -> Tensor:
+    """Return a copy on the host for an average, which in 16 bits would stay where it is."""
+    return value.to("cpu", torch.promote_types(value.dtype, torch.float32), copy=True)
 
 
 def end_ids(generation_config: Any, tokenizer: Any) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lowmem_grpo.config.teacher import BASE, EMA
-from lowmem_grpo.models.policy import Policy, evaluating
+from lowmem_grpo.models.policy import Policy, evaluating, in_float32
 from lowmem_grpo.runs.adapter_file import read_adapter
 from lowmem_grpo.runs.checkpoint import check_adapter, check_scaling
 from lowmem_grpo.runs.checkpoint_state import ADAPTER, adapter_tensors
@@ -27,7 +27,7 @@ class Teacher:
         `other` model. The average of kind "ema" starts as the policy's adapter."""
         self.kind, self.student, self.adapter, self.other = kind, student, adapter, other
         if kind == EMA:
-            student.teacher_adapter = {weight.name: weight.parameter.detach().to("cpu", copy=True)
+            student.teacher_adapter = {weight.name: in_float32(weight.parameter.detach())
                                        for weight in student.trained}
 
     @contextmanager

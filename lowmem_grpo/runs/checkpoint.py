@@ -148,7 +148,7 @@ def load_kept(folder: Path, name: str, held: dict[str, Tensor]) -> dict[str, Ten
     if not (folder / KEPT.format(name)).is_file():
         return {}
     kept = load_tensors(folder / KEPT.format(name))
-    check_adapter(folder, kept, held)
+    check_adapter(folder, {n: t.to(held[n].dtype) if n in held else t for n, t in kept.items()}, held)  # wider averages
     return kept
 
 

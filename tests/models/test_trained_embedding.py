@@ -197,6 +197,23 @@ def test_a_float16_model_trains_float32_copies(settings: dict[str, Any]) -> None
     assert ours(BATCH.input_ids[None]).logits.isfinite().all()
 
 
+def test_an_average_of_16_bit_matrices_follows_and_is_computed_with() -> None:
+    policy = Policy(pair("Llama", False, WHOLE, torch.bfloat16)[0])
+    (weight,) = (each for each in policy.trained if each.group == "lm_head")
+    expected = weight.parameter.detach().double()
+    policy.keep_reference(moves=True)
+    with torch.no_grad():
+        weight.parameter.mul_(1.02)
+    for _ in range(20):
+        policy.move_reference(0.05)
+        expected = 0.95 * expected + 0.05 * weight.parameter.detach().double()
+    assert policy.reference_adapter is not None
+    assert (policy.reference_adapter[weight.name].double() - expected).abs().max() < 1e-6 * expected.abs().max()
+    with policy.reference():
+        assert torch.equal(policy.head.weight, policy.reference_adapter[weight.name].bfloat16())
+        assert policy.logprobs(BATCH, 1.0)[0].isfinite().all()
+
+
 def loaded(tmp: Any = None) -> Any:
     return FastLanguageModel.from_pretrained("tiny", load_in_4bit=False)[0]
 
