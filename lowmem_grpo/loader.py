@@ -196,7 +196,8 @@ class FastLanguageModel:
 
         `modules_to_save=["embed_tokens", "lm_head"]`, or these names in `target_modules`, trains embedding and head
         whole, and `trainable_token_indices` (ids, or a dict of ids by module) only the rows of these tokens. A tied
-        embedding and head stay one matrix.
+        embedding and head stay one matrix. Without these options, the rows of tokens that were added to the model
+        (`add_new_tokens`, `resize_token_embeddings`) are trained.
 
         `finetune_attention_modules=False` omits the linear layers of attention, `finetune_mlp_modules=False` all
         others. `layers_to_transform` lists the layers, by number, that get LoRA; `finetune_last_n_layers` takes the
@@ -231,6 +232,10 @@ class FastLanguageModel:
                              "trained together by TRL's or Unsloth's SFT")
         tied = getattr(model.inner.config.get_text_config(), "tie_word_embeddings", False)
         target_modules, beside = settings_beside(target_modules, options, tied)
+        if model.loaded.new_tokens and not {"modules_to_save", "trainable_token_indices"} & beside.keys():
+            from lowmem_grpo.models.new_tokens import rows_to_train
+
+            beside["trainable_token_indices"] = rows_to_train(model)
         scope = Scope(finetune_language_layers, finetune_attention_modules, finetune_mlp_modules, layers_to_transform,
                       finetune_last_n_layers)
         if max_seq_length not in (None, UNSLOTHS_LENGTH, model.loaded.max_seq_length):

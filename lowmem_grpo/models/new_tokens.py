@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lowmem_grpo.config.beside_lora import MATRICES
-from lowmem_grpo.memory.offload.embedding import tables
+from lowmem_grpo.memory.offload.embedding import PER_LAYER
 from lowmem_grpo.models.policy import check_linear
-from lowmem_grpo.models.trained_embedding import base_module, is_tied
+from lowmem_grpo.models.trained_embedding import base_module, is_tied, tables
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import NEW_ROWS, AdapterError, base_of_adapter
 from lowmem_grpo.utils import COUNT, SHARE, count_text, one_of, require
@@ -35,9 +35,9 @@ def add_new_tokens(model: Any, tokenizer: Any, new_tokens: Sequence[str] = (), m
 
     A new row is the mean of all old ones or, with method="interpolation", (1 - interpolation) times this mean plus
     `interpolation` times the mean row of the tokens that the new one's text had so far. Tokens that the tokenizer has
-    already are left as they are, with a warning. To train the new rows, name them in `trainable_token_indices` of
-    get_peft_model, or name embedding and head in `modules_to_save`. Raises TypeError for another model, and ValueError
-    for a model with LoRA or with a quantized head."""
+    already are left as they are, with a warning. get_peft_model trains the new rows, unless `modules_to_save` or
+    `trainable_token_indices` say what to train. Raises TypeError for another model, and ValueError for a model with
+    LoRA or with a quantized head."""
     texts = isinstance(new_tokens, list | tuple) and all(isinstance(token, str) and token for token in new_tokens)
     if not texts or not new_tokens:
         raise ValueError(f"new_tokens is {new_tokens!r:.200}; it must be a list of texts, such as ['<think>']. For an "
@@ -65,8 +65,7 @@ def add_new_tokens(model: Any, tokenizer: Any, new_tokens: Sequence[str] = (), m
             own = weight.data[written].mean(0, dtype=torch.float32) if written else mean
             weight.data[place] = ((1 - share) * mean + share * own).to(weight.dtype)
     loaded.tokenizer, loaded.new_tokens = tokenizer, sorted({*loaded.new_tokens, *ids})
-    logger.info("added %s: %s. For get_peft_model: trainable_token_indices=%s trains them",
-                count_text(len(fresh), "token"), ", ".join(map(repr, fresh)), ids)
+    logger.info("added %s: %s, with the ids %s", count_text(len(fresh), "token"), ", ".join(map(repr, fresh)), ids)
 
 
 def resize_to(model: Any, rows: int | None, multiple: int | None) -> nn.Module:
@@ -157,7 +156,7 @@ def check_resizable(model: Any, grows: bool) -> None:
     if hasattr(model.inner, "peft_config"):
         raise ValueError(AFTER_LORA)
     check_linear(model.inner.get_output_embeddings())
-    if grows and len(tables(model.inner)) > 1:
+    if grows and getattr(model.inner.get_decoder(), PER_LAYER, None) is not None:
         raise ValueError("the layers of this model have embeddings of their own, which no adapter holds, so it has to "
                          "keep its rows: take tokens that the tokenizer has, such as <unused0>")
 
@@ -172,6 +171,14 @@ def mean_row(weight: Tensor) -> Tensor:
     """Return the mean (D,) of the rows (V, D) in float32, without those that are all zero, which no text has trained
     (Unsloth leaves them out too)."""
     return weight.data.sum(0, dtype=torch.float32) / weight.data.any(1).sum()
+
+
+def rows_to_train(model: Any) -> Any:
+    """Return `trainable_token_indices` that train a bare model's new tokens, and say that they are trained."""
+    new = model.loaded.new_tokens
+    logger.info("the rows of %s are trained beside LoRA; modules_to_save would train all of embedding and head",
+                count_text(len(new), "new token"))
+    return new if is_tied(model.inner) else dict.fromkeys(tables(model.inner), new)
 
 
 def untrained(model: Any, tokens: Iterable[int]) -> list[int]:

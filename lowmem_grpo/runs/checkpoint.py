@@ -176,8 +176,9 @@ def check_scaling(saved: dict[str, Any], config: Any, folder: Path) -> None:
     checkpoint and the model."""
     for name in ("lora_alpha", "use_rslora", "alpha_pattern", "trainable_token_indices"):
         if (there := saved.get(name) or None) != ((here := getattr(config, name)) or None):
-            raise MismatchError(f"{folder}: {name} is {there} in the checkpoint, {here} in the model, which changes "
-                                "what the adapter does; add LoRA as the saved run did")
+            does = "says whose rows it trains" if name == "trainable_token_indices" else "scales the adapter"
+            raise MismatchError(f"{folder}: {name} is {there} in the checkpoint, {here} in the model, which {does}; "
+                                "add LoRA as the saved run did")
 
 
 def tell_other_base(there: str | None, here: str | None, is_other: bool, folder: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from lowmem_grpo import FastLanguageModel, SamplingParams, add_new_tokens
 from lowmem_grpo.memory.offload.embedding import HostEmbedding
+from lowmem_grpo.models.new_tokens import untrained
 
 TOKENS = len(AutoTokenizer.from_pretrained(TINY))  # rows of the models here: 384
 
@@ -122,6 +123,22 @@ def test_rows_are_kept_where_fewer_are_asked_for(stored: Path, caplog: pytest.Lo
     model.resize_token_embeddings(len(tokenizer) + 5)
     assert f"keeps its 384 rows, of which {TOKENS + 5} were asked for" in caplog.text
     assert len(matrices(model)[1]) == model.config.vocab_size == 384 and model.loaded.new_tokens == []
+
+
+def test_new_tokens_are_trained_unless_something_else_is_named(stored: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for named, both in (({}, True), ({"trainable_token_indices": [5]}, False), ({"modules_to_save": ["lm_head"]}, 0)):
+        model, tokenizer = load(stored)
+        add_new_tokens(model, tokenizer, names(2))
+        tied = model.config.tie_word_embeddings
+        with caplog.at_level("INFO", logger="lowmem_grpo"):
+            adapted = FastLanguageModel.get_peft_model(model, r=2, **named)
+        new = model.loaded.new_tokens
+        assert ("rows of 2 new tokens are trained beside LoRA" in caplog.text) == both
+        config = adapted.peft_config["default"]
+        if both:
+            assert config.trainable_token_indices == (new if tied else {"embed_tokens": new, "lm_head": new})
+        assert untrained(adapted, new) == ([] if both or (tied and "modules_to_save" in named) else new)
+        caplog.clear()
 
 
 @pytest.mark.parametrize("options", [{"load_in_4bit": True}, {"offload_embedding": True}, {}])

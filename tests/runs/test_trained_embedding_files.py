@@ -54,23 +54,23 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return folders
 
 
-def load(folder: Path) -> Any:
-    return FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, load_in_4bit=False)[0]
+def load(folder: Path, **form: Any) -> Any:
+    return FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, **{"load_in_4bit": False} | form)[0]
 
 
-def ours(base: Path, settings: dict[str, Any], new: list[str] | None = None, spread: float = 0.05) -> FastPeftModel:
+def ours(base: Path, settings: dict[str, Any], new: list[str] | None = None, **form: Any) -> FastPeftModel:
     """Our model with LoRA and what the settings train beside it, none of it as at the start."""
-    bare = load(base)
+    bare = load(base, **form)
     if new is not None:
         add_new_tokens(bare, bare.loaded.tokenizer, new, "interpolation")
     model = FastLanguageModel.get_peft_model(bare, r=4, target_modules=["q_proj", "up_proj"], **settings,
                                              use_gradient_checkpointing=False)
-    return scattered(model, spread)
+    return scattered(model)
 
 
-def scattered(model: Any, spread: float = 0.05) -> Any:
+def scattered(model: Any) -> Any:
     for place, part in enumerate(("lora_", "modules_to_save", "trainable_tokens_delta")):
-        scatter(model, spread, place, part)
+        scatter(model, seed=place, of=part)
     return model.eval()
 
 
@@ -137,6 +137,21 @@ def test_an_adapter_with_new_tokens_brings_them_and_their_base_along(
     assert_same(logits_of(by_peft(bases[tied], tmp_path / "saved"), ids), wanted)
     export(tmp_path / "saved", "adapter", tmp_path / "copy")
     assert torch.equal(logits_of(load(tmp_path / "copy"), ids), wanted)
+
+
+@pytest.mark.parametrize("form", [{"load_in_4bit": True}, {"offload_embedding": True}, {"dtype": "float16"},
+                                  {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("case", ["whole, untied", "rows of both"])
+def test_models_in_4_and_16_bits_and_embeddings_on_the_host_come_back_as_they_were(
+    case: str, form: dict[str, Any], bases: dict[bool, Path], tmp_path: Path
+) -> None:
+    model, ids = ours(bases[False], RESIZED[case][1], NEW, **form), torch.tensor([[5, 9, 322, 401, 7]])
+    model.save_lora(tmp_path / "saved")
+    again = load(tmp_path / "saved", **form)
+    assert torch.equal(logits_of(again, ids), logits_of(model, ids))
+    assert again.loaded.new_tokens == NEW_IDS
+    assert {name: weight.dtype for name, weight in again.named_parameters()} == {
+        name: weight.dtype for name, weight in model.named_parameters()}
 
 
 @pytest.mark.parametrize("case", CASES)
