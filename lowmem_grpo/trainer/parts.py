@@ -77,10 +77,10 @@ def bring_model(
     if args.disable_dropout:
         drop_nothing(model)
     stored, rows = model.loaded.vocabulary, len(model.get_input_embeddings().weight)
-    new = {*model.loaded.new_tokens, *range(stored or rows, rows)}
-    if new:
+    if new := sorted({*model.loaded.new_tokens, *range(stored or rows, rows)}):
         from lowmem_grpo.models.new_tokens import untrained
 
+        model.loaded.new_tokens = new  # whose rows in the base are saved with the adapter
         check_rows(stored, rows, untrained(model, new))
     check_rows(stored, rows)
     stops = getattr(getattr(args, "vllm_sampling_params", None), "stop_token_ids", None)

@@ -3,6 +3,7 @@
 import copy
 import json
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,23 @@ def test_a_peft_model_that_is_brought_keeps_what_it_trains(
     assert_same(logits_of(mine), wanted)
     mine.save_lora(tmp_path / "saved")
     assert_same(logits_of(by_peft(bases[CASES[case][0]], tmp_path / "saved")), wanted)
+
+
+def test_a_model_that_transformers_resized_comes_back_with_the_rows_that_were_drawn(
+    bases: dict[bool, Path], tmp_path: Path
+) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(bases[True]), AutoModelForCausalLM.from_pretrained(bases[True])
+    tokenizer.add_tokens(NEW)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    wanted, ids = logits_of(model, torch.tensor([[5, 390, 401]])), [*range(384, 402)]
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", trainable_token_indices=ids)
+    mine = bring_model(model, GRPOConfig(output_dir=str(tmp_path)), tokenizer, config).model
+    mine.save_lora(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert again.loaded.new_tokens == ids
+    for context in (nullcontext(), again.disable_adapter()):
+        with context:
+            assert torch.equal(logits_of(again, torch.tensor([[5, 390, 401]])), wanted)
 
 
 def test_an_adapter_is_a_teacher_and_is_evaluated_with_what_it_trains_beside_lora(
