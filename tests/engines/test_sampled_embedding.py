@@ -15,14 +15,16 @@ from trained_embedding import (
     WHOLE,
     adapted,
     far,
+    groups_of,
     plain,
     saved_base,
     train,
 )
-from vllm_models import ids_of
+from vllm_models import NEEDS_VLLM, ids_of
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.models.policy import Policy
 
 PARAMS = SamplingParams(n=4, max_tokens=12, seed=1, ignore_eos=True)
 ROUNDED = {torch.bfloat16: 0.03, torch.float16: 0.005}
@@ -80,3 +82,33 @@ def test_recorded_steps_read_what_is_trained_as_it_is_now(case: str, tmp_path: P
     with engine.policy.base_model():
         assert far(base, engine.generate(PROMPTS, PARAMS)) <= SAME
     assert ids_of(engine.generate(PROMPTS, PARAMS)) == ids_of(found)
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
+@pytest.mark.parametrize("case", ["whole, tied", "whole, untied", "rows of both"])
+@pytest.mark.every(2)
+def test_fast_generate_samples_the_base_the_live_adapter_and_a_saved_one_in_turns(
+    case: str, engine: str, tmp_path: Path
+) -> None:
+    tied, settings = CASES[case]
+    options = {"kv_cache_bytes": 64 << 20} if engine == "vllm" else {}
+    model = adapted(saved_base(tmp_path / "base", tied, wide=True), settings, fast_inference=engine, **options)
+    policy, base, saved = Policy(model.inner), plain(tmp_path / "base"), tmp_path / "saved"
+    train(policy)
+    model.save_lora(saved)
+    first = {name: value.clone() for name, value in policy.trained.values().items()}
+    train(policy)
+    live, places = [value.clone() for value in policy.trained.values().values()], addresses(policy)
+    try:
+        for request in (None, model.load_lora(saved), model.current_lora(), model.load_lora(saved), None):
+            found = groups_of(model.fast_generate(PROMPTS, PARAMS, lora_request=request))
+            with policy.wearing(first if request and request.path else {}):
+                assert far(base if request is None else policy, found) <= SAME
+            assert (far(policy, found) > OTHER) == (request is None or request.path is not None)
+    finally:
+        model.close_engine()
+    assert all(map(torch.equal, policy.trained.values().values(), live)) and addresses(policy) == places
+
+
+def addresses(policy: Policy) -> list[int]:
+    return [weight.data_ptr() for weight in policy.model.parameters()]

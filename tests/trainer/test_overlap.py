@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import scatter
 from tables import every_row
 from trainer_runs import ENDS, adapter, digit_sum, load, make, moved, relative, same
 from vllm_models import KV_BYTES, NEEDS_VLLM
@@ -22,6 +23,7 @@ from lowmem_grpo.losses import loss_types
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.oom import RECORDING
 from lowmem_grpo.memory.plan import MemoryPlan, PlanRow, RunSettings
+from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.trainer import overlap as module
 
@@ -111,6 +113,31 @@ def test_with_vllm_and_recomputed_layers_the_gradient_is_that_of_training_after_
                 assert (metrics.get("train_while_sampling/share", 0) > 0.2) == bool(mode)
                 found.append(gradient)
         assert relative(found[1], found[0]) < 1e-5 and relative(found[2], found[0]) < 1e-5
+    finally:
+        model.close_engine()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=NEEDS_VLLM)])
+def test_rows_that_are_trained_are_sampled_with_beside_passes_of_the_base_and_of_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    options = {"kv_cache_bytes": KV_BYTES} if engine == "vllm" else {}
+    bare, _ = FastLanguageModel.from_pretrained(
+        "tiny", max_seq_length=128, load_in_4bit=False, fast_inference=engine, **options)
+    model = moved(FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False,
+                                                   trainable_token_indices=[*range(18, 28)]))
+    scatter(model, of="trainable_tokens_delta")
+    monkeypatch.setattr(Policy, "keep_reference", lambda policy, moves=False: None)  # the base is the reference
+    try:
+        with slow_decoding(monkeypatch):
+            for mode, beta in ((True, 0.1), ("parallel", 0.0)):
+                expected, _ = one_step(tmp_path / f"plain {mode}", False, model=model, beta=beta)
+                model.zero_grad(set_to_none=True)
+                found, metrics = one_step(tmp_path / str(mode), mode, model=model, beta=beta)
+                model.zero_grad(set_to_none=True)
+                assert metrics["train_while_sampling/share"] > 0.2
+                assert any("tokens_delta" in name for name in found) and relative(found, expected) < 1e-5
     finally:
         model.close_engine()
 

@@ -28,12 +28,12 @@ HIGHER: Any = {"role": "user", "content": "higher"}
 class Room:
     """A model with its worker and chat; "saved" is the adapter as it was at the beginning."""
 
-    def __init__(self, engine: str, folder: Path) -> None:
+    def __init__(self, engine: str, folder: Path, moved: str = "lora_B", **lora: Any) -> None:
         options: dict[str, Any] = {"kv_cache_bytes": 64 << 20} if engine == "vllm" else {}
         model, tokenizer = FastLanguageModel.from_pretrained(
             "tiny-games", max_seq_length=256, fast_inference=engine, **options)
-        self.model = FastLanguageModel.get_peft_model(model, r=4)
-        scatter(self.model, 0.05)
+        self.model = FastLanguageModel.get_peft_model(model, r=4, **lora)
+        scatter(self.model, 0.05, of=moved)
         self.model.save_lora(folder)
         self.worker = EngineWorker(self.model, tokenizer)
         self.chat = ChatHandler(self.worker, lambda: {"live": LIVE, "base": None, "saved@3": folder},
@@ -107,6 +107,21 @@ def test_the_live_adapter_a_saved_one_and_the_base_model_take_turns(room: Room) 
     assert close_to(turns["base"], room.recomputed(turns["base"], base=True))
     assert not close_to(turns["base"], room.recomputed(turns["base"]))
     assert close_to(turns["live"], room.recomputed(turns["saved@3"]))
+
+
+def test_rows_that_were_trained_are_served_live_and_from_a_file_and_the_base_is_served_without_them(
+    tmp_path: Path
+) -> None:
+    room = Room("transformers", tmp_path, "trainable_tokens_delta", trainable_token_indices=[*range(3, 60)])
+    try:
+        turns = {name: room.turn(room.ask(GUESS, model=name, seed=5)) for name in ("live", "base", "saved@3")}
+        assert turns["saved@3"].completion_ids == turns["live"].completion_ids
+        for name, turn in turns.items():
+            assert close_to(turn, room.recomputed(turn, base=name == "base"))
+            assert not close_to(turn, room.recomputed(turn, base=name != "base"))
+    finally:
+        room.worker.close()
+        room.model.close_engine()
 
 
 @pytest.mark.every(2)
