@@ -27,7 +27,8 @@ from lowmem_grpo.memory.plan import MemoryPlan, PlanRow, RunSettings, Workload
 from lowmem_grpo.memory.planner import EASE, chosen_for_rollout, max_context, plan
 from lowmem_grpo.memory.rows import build
 from lowmem_grpo.models.packing import pack
-from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.policy import Head, Policy
+from lowmem_grpo.models.trained_embedding import TrainedRows
 from lowmem_grpo.trainer import embedding_optimizer
 from lowmem_grpo.types import ImageToken, MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import GIB
@@ -184,6 +185,17 @@ def test_a_step_that_trains_embedding_and_head_holds_what_was_planned_for_it(
     assert math.isclose(rows["optimizer"].train, measured.optimizer, rel_tol=1e-3)
     beside = measured.device - measured.activations
     assert math.isclose(built.train_allocated - beside, measured.activations, rel_tol=0.08)
+
+
+def test_the_gradients_of_many_trained_rows_would_be_missing_in_the_plan() -> None:
+    tokens, count, size = 2000, 1500, 64
+    linear = torch.nn.Linear(size, 2 * count, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    rows = TrainedRows(torch.arange(count), torch.arange(count), torch.nn.Parameter(linear.weight[:count].float()))
+    head = type("WithRows", (Head,), {"rows": rows})(linear)
+    hidden, targets = torch.randn(tokens, size, dtype=torch.bfloat16, requires_grad=True), torch.arange(tokens)
+    with LiveStorage() as storage:
+        head.scores(hidden, targets, chunk_rows=16)[0].sum().backward()
+    assert math.isclose(storage.peak, training_step.ROW_BYTES * tokens * count, rel_tol=NEAR)
 
 
 def test_copies_of_a_trained_head_would_be_missing_on_the_host_and_in_the_sum_of_ranks() -> None:
