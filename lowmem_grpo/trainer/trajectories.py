@@ -220,13 +220,15 @@ class StepSettings:
             self.set_all(usual)
 
     def set_all(self, values: Mapping[str, Any]) -> None:
-        """Set the settings, and the base learning rate of the schedule, which stays at its current step."""
+        """Set the settings, and the base learning rates of the schedule, which stays at its current step."""
         vars(self.config).update(values)
-        rate, scheduler = self.config.learning_rate, self.scheduler
-        if all(known == rate for known in scheduler.base_lrs):
+        own, scheduler = self.config.embedding_learning_rate, self.scheduler
+        groups = scheduler.optimizer.param_groups
+        rates = [self.config.learning_rate if own is None or "name" not in group else own for group in groups]
+        if scheduler.base_lrs == rates:
             return
-        scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
-        for group, factor in zip(scheduler.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+        scheduler.base_lrs = rates
+        for group, factor, rate in zip(groups, scheduler.lr_lambdas, rates, strict=True):
             group["initial_lr"], group["lr"] = rate, rate * float(factor(scheduler.last_epoch))
 
 

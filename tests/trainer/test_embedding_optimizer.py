@@ -20,6 +20,7 @@ from lowmem_grpo.runs.saved_adapter import MismatchError
 from lowmem_grpo.trainer import embedding_optimizer
 from lowmem_grpo.trainer.embedding_optimizer import rounded
 from lowmem_grpo.trainer.optim import OptimizerCopy, learning_rates, make_optimizer, own_or_made
+from lowmem_grpo.trainer.trajectories import StepSettings
 from tests.attacks import small_run
 from tests.attacks.small_run import StopAt, differences, records
 
@@ -48,6 +49,17 @@ def test_embedding_and_head_have_their_own_rate_which_follows_the_schedule_and_i
         {"learning_rate": 2.5e-5, "learning_rate/embed_tokens": 2.5e-6, "learning_rate/lm_head": 2.5e-6})
     usual, _ = own_or_made(None, held, SFTConfig(learning_rate=5e-5), 10)
     assert {group["lr"] for group in usual.param_groups} == {5e-5}
+
+
+def test_a_step_with_another_learning_rate_leaves_the_embeddings_own() -> None:
+    config, held = GRPOConfig(learning_rate=1e-3, embedding_learning_rate=1e-5, max_steps=9), trained(**BOTH)
+    optimizer, schedule = own_or_made(None, held, config, 10)
+    own = {"learning_rate/embed_tokens": 1e-5, "learning_rate/lm_head": 1e-5}
+    settings = StepSettings(config, schedule)
+    with settings.changed({"learning_rate": 1e-4}):
+        assert learning_rates(optimizer) == {"learning_rate": 1e-4} | own
+    with settings.changed({}):
+        assert learning_rates(optimizer) == {"learning_rate": 1e-3} | own
 
 
 def test_a_rate_that_would_have_no_effect_is_refused_by_name() -> None:
