@@ -400,7 +400,7 @@ class Policy:
                 own[name].data = data
             for table in (self.base.get_input_embeddings(), self.head.linear):
                 if (layer := getattr(table, "token_adapter", None)) is not None:
-                    layer.get_merged_weights(None)  # the trained rows lie in the base's matrix
+                    layer.get_merged_weights(layer.active_adapters)  # the trained rows lie in the base's matrix
 
 
 def in_float32(value: Tensor) -> Tensor:

@@ -130,7 +130,8 @@ class SharedRows(TrainableTokensLayer):
             return result
         if not isinstance(base, nn.Embedding):
             return result.index_copy_(-1, rows.ids, rows.logits(x, base).to(result))
-        return rows.put(result, x, self._get_embed_scale(), base.padding_idx)
+        # `enable_input_require_grads` makes a frozen result a leaf that requires gradients: nothing may write into it
+        return rows.put(result.detach(), x, self._get_embed_scale(), base.padding_idx)
 
     def enable_adapters(self, enabled: bool) -> None:
         self.restore()
@@ -215,6 +216,10 @@ def check_beside(model: Any, config: LoraConfig) -> None:
         if not isinstance(own := base_module(known[name]), nn.Embedding) and type(own) is not nn.Linear:
             raise ValueError(f"{name} is a {type(own).__name__}, and only plain weights in 16 or 32 bits are trained "
                              "beside LoRA: load the model with its embedding and head unquantized, or leave it out")
+    if biased := next((name for name in sorted(whole) if getattr(base_module(known[name]), "bias", None) is not None),
+                      None):
+        raise ValueError(f"{biased} has a bias, which PEFT would train with it and no adapter holds here: name rows of "
+                         "it in trainable_token_indices, or leave it out of modules_to_save")
     if whole and is_tied(model) and not config.ensure_weight_tying:
         raise ValueError("the model ties its embedding to its head, and PEFT's default would train two copies that "
                          "drift apart: set ensure_weight_tying=True, which trains the one matrix")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as PEFT_TARGETS
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -105,6 +106,9 @@ class Brought:
         base: Any = model.get_base_model()
         check_base(base)
         modes = {path: module.training for path, module in base.named_modules()}
+        for module in model.modules():
+            if isinstance(module, ModulesToSaveWrapper):
+                module.set_adapter([])  # else PEFT leaves the trained copy in the base
         model.unload()
         # The parameters stay the same objects, unless they have 16 bits, so the caller's model and optimizer use them.
         adapted = with_values_to_come(self.wrapped(base), copy.deepcopy(config), self.checkpointing)

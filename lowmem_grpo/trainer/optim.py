@@ -122,9 +122,12 @@ def gradient_norms(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, dict[st
         match = PROJECTION.search(name) or MODULE.search(name)
         if parameter.grad is not None:
             groups.setdefault(match[1] if match else "other", []).append(parameter.grad)
-    norms = {name: torch.nn.utils.get_total_norm(gradients) for name, gradients in groups.items() if gradients}
-    total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms.values()]))
-    logged = {"grad_norm": total, **{f"grad_norm/{name}": norm.float() for name, norm in norms.items()}}
+    devices = [held[0].device for held in groups.values() if held]  # the host's, of an embedding that is trained there
+    device = next((device for device in devices if device.type != "cpu"), devices[0])
+    norms = {name: torch.nn.utils.get_total_norm(held).to(device, torch.float32)
+             for name, held in groups.items() if held}
+    total = torch.linalg.vector_norm(torch.stack([*norms.values()]))
+    logged = {"grad_norm": total, **{f"grad_norm/{name}": norm for name, norm in norms.items()}}
     return total, dict(zip(logged, torch.stack(list(logged.values())).tolist(), strict=True))
 
 

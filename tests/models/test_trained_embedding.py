@@ -266,3 +266,35 @@ def test_a_head_in_4_bits_is_refused_before_peft_wraps_it(settings: dict[str, An
     with pytest.raises(ValueError, match="lm_head is a Linear4bit, and only plain weights in 16 or 32 bits"):
         Brought(model, AutoTokenizer.from_pretrained(TINY), config, None, GRPOConfig(), 64).trainable()
     assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("case", ["whole, untied", "whole, tied", "rows of both"])
+def test_a_model_that_peft_made_keeps_its_parameters_and_its_base(case: str) -> None:
+    ours, theirs = pair(*CASES[case])
+    own = {name: parameter for name, parameter in theirs.named_parameters() if parameter.requires_grad}
+    brought = Brought(theirs, AutoTokenizer.from_pretrained(TINY), None, None, GRPOConfig(), 64).trainable()
+    held, ids = dict(brought.named_parameters()), BATCH.input_ids[None]
+    assert all(held[name] is parameter for name, parameter in own.items())
+    with torch.no_grad():
+        assert torch.equal(brought(ids).logits, ours(ids).logits)
+        with brought.disable_adapter(), ours.disable_adapter():
+            assert torch.equal(brought(ids).logits, ours(ids).logits)
+
+
+def test_rows_are_trained_in_a_base_whose_embedding_makes_leaves_that_require_gradients() -> None:
+    base = random_model("Llama", tie_word_embeddings=False)
+    base.enable_input_require_grads()  # as prepare_model_for_kbit_training does
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], trainable_token_indices=ROWS)
+    ours = Brought(base, AutoTokenizer.from_pretrained(TINY), config, None, GRPOConfig(), 64).trainable()
+    with torch.no_grad():
+        scatter(ours, seed=0, of="lora_")
+        scatter(ours, seed=2, of="trainable_tokens_delta")
+    assert_alike(learned(Policy(ours), BATCH), learned_alone(pair(*CASES["rows of the embedding"])[1], BATCH), 1e-5)
+
+
+def test_a_head_with_a_bias_which_no_adapters_file_would_hold_is_refused() -> None:
+    model = random_model("Llama", tie_word_embeddings=False)
+    model.lm_head = torch.nn.Linear(32, 384)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", modules_to_save=["lm_head"])
+    with pytest.raises(ValueError, match=r"lm_head has a bias, .* name rows of it in trainable_token_indices"):
+        Brought(model, AutoTokenizer.from_pretrained(TINY), config, None, GRPOConfig(), 64).trainable()

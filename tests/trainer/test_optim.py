@@ -10,6 +10,8 @@ import transformers
 from card import CARD, CPU, gpu
 from tables import every_row
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_grpo import GRPOConfig
@@ -29,6 +31,25 @@ def test_a_trained_parameter_that_is_no_adapters_is_in_the_norms() -> None:
                 "grad_norm/lm_head": 48**0.5}
     assert metrics == pytest.approx(expected, rel=1e-3)
     assert total.item() == pytest.approx(90**0.5, rel=1e-3)
+
+
+def test_norms_of_gradients_on_the_host_and_on_a_card_are_summed_on_the_card() -> None:
+    places: list[set[torch.device]] = []
+
+    class Stacks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.stack.default:
+                places.append({tensor.device for tensor in args[0]})
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(shape_env=ShapeEnv()), Stacks():
+        parameters = {name: torch.nn.Parameter(torch.zeros(3, device=device)) for name, device in (
+            ("embed_tokens.modules_to_save.default.weight", CPU), ("layers.0.q_proj.lora_A.default.weight", CARD))}
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        total, _ = gradient_norms(parameters)
+    assert places and all(len(devices) == 1 for devices in places)
+    assert total.device == CARD
 
 
 def test_the_usual_optimizer_is_transformers_own_and_a_step_of_it_takes_no_memory_on_a_card(tmp_path: Path) -> None:
