@@ -13,7 +13,6 @@ from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import EMBEDDING, HEAD, RunSettings
 
 WORD = 2  # bytes of a number in 16 bits
-ROW_BYTES = 29  # of a token and a trained row of the head, for the row's gradient: 7 float32 numbers, a bool
 BAND_BYTES = 64 * 2**20  # dequantized weights held at a time
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # most rows per expert, on average, for which all experts are computed together
@@ -222,8 +221,7 @@ class StepShape:
         logits = 4 * min(self.settings.chunk_rows or self.tokens, self.tokens) * self.model.vocabulary
         kept = self.angles + (self.layers_kept() if self.whole_layers else 0)
         if not self.trains(HEAD):
-            of_rows = ROW_BYTES * self.tokens * self.settings.trained_rows
-            return {INPUTS: self.inputs(), LAYER: kept, STATES: 2 * self.hidden, CHUNK: max(logits, of_rows)}
+            return {INPUTS: self.inputs(), LAYER: kept, STATES: 2 * self.hidden, CHUNK: logits}
         rows = min(self.settings.chunk_rows or self.tokens, self.tokens + self.model.hidden)
         tile = max(4 * rows * self.model.vocabulary, self.hidden)  # at the end hidden's gradient is rounded
         states = (self.settings.saved_itemsize + 4) * self.hidden // WORD

@@ -20,7 +20,7 @@ from lowmem_grpo.config.beside_lora import last_parts
 from lowmem_grpo.kernels.custom_op import large_products, matmul_fp32, once_differentiable
 from lowmem_grpo.kernels.logits import LogitShape
 
-ROWS = 4096  # rows of hidden states in float32 at a time, for the gradient of chosen rows
+NUMBERS = 2**20  # logits of chosen rows that are in memory at a time, for their gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,21 +52,12 @@ class TrainedRows:
         logprobs: Tensor, entropy: Tensor, entropy_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropy (N,), each with a gradient for these rows of the head besides the one it has.
-
-            d logp / d z(k) = [k = target] - p(k)        d entropy / d z(k) = -p(k) (log p(k) + entropy)
-
         `target_logits` (N,) are the targets' logits, not divided by the temperature."""
-        values = self.values[self.order]
-        with torch.no_grad(), large_products():
-            raw = matmul_fp32(hidden, values.to(hidden.dtype).T)
-            shaped = shape.apply_(raw, None if bias is None else bias[self.ids])
-            log_p = (shaped - (target_logits / shape.temperature - logprobs)[:, None]).clamp_(max=0)
-            p, hit = log_p.exp(), targets[:, None] == self.ids
-            slope = shape.slope_(shaped, torch.zeros_like(logprobs)[:, None])
-            of_logprobs = (hit.to(p.dtype) - p) * slope
-            of_entropy = -p * (log_p.clamp(min=torch.finfo(p.dtype).min) + entropy[:, None]) * slope
-        logprobs = logprobs + RowGradients.apply(values, hidden, of_logprobs)
-        return logprobs, entropy + RowGradients.apply(values, hidden, of_entropy) if entropy_grad else entropy
+        log_sum = (target_logits / shape.temperature - logprobs).detach()
+        of_logprobs, of_entropy = RowGradients.apply(
+            self.values[self.order], hidden.detach(), targets, self.ids, None if bias is None else bias[self.ids],
+            shape, log_sum, entropy.detach())
+        return logprobs + of_logprobs, entropy + of_entropy if entropy_grad else entropy
 
 
 class SharedRows(TrainableTokensLayer):
@@ -160,25 +151,41 @@ class SharedRows(TrainableTokensLayer):
 
 
 class RowGradients(torch.autograd.Function):
-    """A term (N,) of zeros whose gradient is that of scores (N,) with respect to the head's trained rows (n, D)."""
+    """Two terms (N,) of zeros, whose gradients are those of logprobs and entropy for trained rows (n, D) of the head.
+
+        d logp / d z(k) = [k = target] - p(k)        d entropy / d z(k) = -p(k) (log p(k) + entropy)
+    """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, hidden: Tensor, slopes: Tensor) -> Tensor:
-        """`slopes` (N, n) are the derivatives of the scores by the raw logits of the rows."""
-        ctx.save_for_backward(hidden, slopes)
-        ctx.dtype = values.dtype
-        return slopes.new_zeros(len(slopes))
+    def forward(ctx: Any, values: Tensor, hidden: Tensor, targets: Tensor, ids: Tensor, bias: Tensor | None,
+                shape: LogitShape, log_sum: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(values, hidden, targets, ids, bias, log_sum, entropy)
+        ctx.shape = shape
+        ctx.set_materialize_grads(False)
+        return torch.zeros_like(log_sum), torch.zeros_like(log_sum)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        hidden, slopes = ctx.saved_tensors
-        weighted = (slopes * gradients[0][:, None]).T
-        total = weighted.new_zeros(len(weighted), hidden.shape[1])
-        for start in range(0, len(hidden), ROWS):
-            band = slice(start, start + ROWS)
-            total.addmm_(weighted[:, band], hidden[band].to(total.dtype))
-        return total.to(ctx.dtype), None, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Compute the logits of the rows again, for some tokens at a time."""
+        values, hidden, targets, ids, bias, log_sum, entropy = ctx.saved_tensors
+        total, weights = log_sum.new_zeros(values.shape), values.to(hidden.dtype).T
+        step = max(1, NUMBERS // len(ids))
+        for start in range(0, len(hidden), step):
+            band = slice(start, start + step)
+            of_logprobs, of_entropy = (None if part is None else part[band, None] for part in gradients)
+            with large_products():
+                z = ctx.shape.apply_(matmul_fp32(hidden[band], weights), bias)
+            log_p = (z - log_sum[band, None]).clamp_(max=0)
+            p = log_p.exp()
+            slopes = torch.zeros_like(p)
+            if of_logprobs is not None:
+                slopes += ((targets[band, None] == ids).to(p.dtype) - p) * of_logprobs
+            if of_entropy is not None:
+                slopes -= p * (log_p.clamp_(min=torch.finfo(p.dtype).min) + entropy[band, None]) * of_entropy
+            slopes *= ctx.shape.slope_(z, torch.zeros_like(z[:, :1]))
+            total.addmm_(slopes.T, hidden[band].to(total.dtype))
+        return total.to(values.dtype), *[None] * 7
 
 
 # A model's embedding and head

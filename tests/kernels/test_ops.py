@@ -23,6 +23,7 @@ from lowmem_grpo.kernels.delta_rule import delta_rule
 from lowmem_grpo.kernels.draw_tokens import draw_tokens
 from lowmem_grpo.kernels.frozen import frozen_linear
 from lowmem_grpo.kernels.glu import geglu, swiglu
+from lowmem_grpo.kernels.logits import LogitShape
 from lowmem_grpo.kernels.lora import lora_linear
 from lowmem_grpo.kernels.lora_factors import LoRA
 from lowmem_grpo.kernels.lora_mlp import lora_mlp
@@ -160,7 +161,8 @@ MORE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {  # which h
         [(7, 2, 4), (7, 2, 4), (7, 2, 3), (7, 2), (7, 2)],
     ),
     "linear_logprobs of a frozen head": (lambda hidden: linear_logprobs(hidden, SQUARE, TARGETS[:2]), [(2, 33)]),
-    "rows of a head": (lambda values: RowGradients.apply(values, SQUARE[:4], SQUARE[:4, :3]), [(3, 33)]),
+    "rows of a head": (lambda values: RowGradients.apply(
+        values, SQUARE[:2], TARGETS[:2], TARGETS[:3], None, LogitShape(), SQUARE[0, :2], SQUARE[0, :2])[0], [(3, 33)]),
 }
 
 

@@ -187,15 +187,16 @@ def test_a_step_that_trains_embedding_and_head_holds_what_was_planned_for_it(
     assert math.isclose(built.train_allocated - beside, measured.activations, rel_tol=0.08)
 
 
-def test_the_gradients_of_many_trained_rows_would_be_missing_in_the_plan() -> None:
-    tokens, count, size = 2000, 1500, 64
+def test_the_gradients_of_many_trained_rows_take_no_tensor_of_all_tokens_and_rows() -> None:
+    tokens, count, size = 20000, 1500, 64
     linear = torch.nn.Linear(size, 2 * count, bias=False, dtype=torch.bfloat16).requires_grad_(False)
     rows = TrainedRows(torch.arange(count), torch.arange(count), torch.nn.Parameter(linear.weight[:count].float()))
     head = type("WithRows", (Head,), {"rows": rows})(linear)
-    hidden, targets = torch.randn(tokens, size, dtype=torch.bfloat16, requires_grad=True), torch.arange(tokens)
+    hidden, targets = torch.randn(tokens, size, dtype=torch.bfloat16, requires_grad=True), torch.arange(tokens) % count
     with LiveStorage() as storage:
         head.scores(hidden, targets, chunk_rows=16)[0].sum().backward()
-    assert math.isclose(storage.peak, training_step.ROW_BYTES * tokens * count, rel_tol=NEAR)
+    assert storage.peak < 4 * tokens * count / 3  # of one such tensor in float32
+
 
 
 def test_copies_of_a_trained_head_would_be_missing_on_the_host_and_in_the_sum_of_ranks() -> None:
