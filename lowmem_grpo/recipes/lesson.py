@@ -14,6 +14,7 @@ from lowmem_grpo import FastVisionModel, GRPOTrainer, SamplingParams, SFTConfig,
 from lowmem_grpo.engines.request_output import LoraRequest
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.memory.peaks import keep_to
+from lowmem_grpo.models.new_tokens import add_new_tokens
 from lowmem_grpo.recipes.presets import Setup
 from lowmem_grpo.rewards import RewardCheck, check
 from lowmem_grpo.rollout.assessment import answer, rows_of
@@ -80,6 +81,7 @@ class Lesson:
     play: Play | None = None  # the environment and the tools of episodes; None where one completion is the whole answer
     note: str = ""  # printed before the run begins
     facts: dict[str, Any] = field(default_factory=dict)  # further entries of summary.json
+    new_tokens: tuple[str, ...] = ()  # added to the tokenizer; their rows are trained
     trainer: type[GRPOTrainer] = GRPOTrainer
 
     def __post_init__(self) -> None:
@@ -138,7 +140,7 @@ def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
 def try_rewards(setup: Setup, lesson: Lesson) -> RewardCheck:
     """Sample a few groups and show the rewards of their completions. Nothing is trained."""
     console = opened(lesson)
-    model, _ = load_model(setup)
+    model, _ = load_model(setup, lesson.new_tokens)
     return check(reward_functions(lesson, model), lesson.train, model, setup.config, console=console)
 
 
@@ -160,7 +162,7 @@ def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
 
 
 def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
-    model, tokenizer = load_model(setup)
+    model, tokenizer = load_model(setup, lesson.new_tokens)
     play, rewards = lesson.play or Play(), reward_functions(lesson, model)
     paid: dict[str, Any] = {"reward_funcs": rewards} if rewards else {}
     return model, lesson.trainer(model=model, processing_class=tokenizer, args=setup.config, train_dataset=lesson.train,
@@ -168,15 +170,17 @@ def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
                                  **paid)
 
 
-def load_model(setup: Setup) -> tuple[FastPeftModel, Any]:
-    """Load the model of a setup and add LoRA to it; return it with its tokenizer or, if it reads images, its
-    processor."""
+def load_model(setup: Setup, new_tokens: Sequence[str] = ()) -> tuple[FastPeftModel, Any]:
+    """Load the model of a setup, and add new tokens and LoRA to it; return it with its tokenizer or, if it reads
+    images, its processor."""
     keep_to(setup.card_share)
     logger.info("loading %s, %s weights, context %d", setup.model, setup.weights, setup.max_seq_length)
     bare, tokenizer = FastVisionModel.from_pretrained(  # which loads models of text too
         setup.model, max_seq_length=setup.max_seq_length, load_in_4bit=setup.load_in_4bit,
         load_in_fp8=setup.load_in_fp8, fast_inference=setup.fast_inference, kv_cache_dtype=setup.kv_cache_dtype,
     )
+    if new_tokens:
+        add_new_tokens(bare, tokenizer, new_tokens)
     return FastVisionModel.get_peft_model(bare, r=setup.lora_rank, lora_alpha=setup.lora_alpha,
                                           random_state=setup.config.seed,
                                           use_gradient_checkpointing=setup.checkpointing), tokenizer
