@@ -289,7 +289,9 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
     def unload(self) -> Any:
         """Return the base model without the adapter, as PEFT does; rows that were trained have the base's values."""
         tuner: Any = self.base_model
-        tuner.disable_adapter_layers()
+        for module in tuner.modules():
+            if hasattr(module, "trainable_tokens_delta"):
+                module.restore()
         return tuner.unload()
 
     def current_lora(self) -> LoraRequest:

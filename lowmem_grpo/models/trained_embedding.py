@@ -125,6 +125,8 @@ class SharedRows(TrainableTokensLayer):
         return rows.put(result.detach(), x, self._get_embed_scale(), base.padding_idx)
 
     def enable_adapters(self, enabled: bool) -> None:
+        if self.merged and not enabled:
+            self.unmerge()  # as PEFT does at the next forward pass
         self.restore()
         super().enable_adapters(enabled)
         self.get_merged_weights(None)  # an engine may go on with the matrix before anything else reads it

@@ -1,6 +1,7 @@
 """The optimizer and the learning-rate schedule of a run, and the copy that undoes an optimizer step."""
 
 import inspect
+import logging
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from transformers import get_scheduler
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.models.trained_set import MODULE, TrainedSet
 
+logger = logging.getLogger(__name__)
 WITHOUT_OPTIONS = ("linear", "constant", "constant_with_warmup")
 ALIGNED = 64  # bytes: any dtype may begin there
 PROJECTION = re.compile(r"([^.]+)\.lora_")  # the adapted module, in a parameter's name
@@ -43,7 +45,12 @@ def own_or_made(
         raise ValueError("the schedule in optimizers is of another optimizer than the one beside it")
     if optimizer is not None:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if not any(id(parameter) in held for parameter in trained.parameters):
+        left = [weight.name for weight in trained if id(weight.parameter) not in held]
+        if 0 < len(left) < len(trained):
+            logger.warning("the optimizer in optimizers holds %d of the %d trained parameters, and the others stay as "
+                           "they are, %s among them: if that is not meant, make it after get_peft_model",
+                           len(trained) - len(left), len(trained), left[0])
+        if len(left) == len(trained):
             raise ValueError("the optimizer in optimizers holds no parameter of the adapter; make it after "
                              "get_peft_model, of [p for p in model.parameters() if p.requires_grad]")
         if config.embedding_learning_rate is not None:

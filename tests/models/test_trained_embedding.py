@@ -298,3 +298,17 @@ def test_a_head_with_a_bias_which_no_adapters_file_would_hold_is_refused() -> No
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", modules_to_save=["lm_head"])
     with pytest.raises(ValueError, match=r"lm_head has a bias, .* name rows of it in trainable_token_indices"):
         Brought(model, AutoTokenizer.from_pretrained(TINY), config, None, GRPOConfig(), 64).trainable()
+
+
+@pytest.mark.parametrize("case", ["rows, tied", "rows of both"])
+def test_merged_rows_leave_the_base_where_it_is_asked_for_and_stay_where_peft_leaves_them(case: str) -> None:
+    (ours, theirs), ids = pair(*CASES[case]), BATCH.input_ids[None]
+    for model in (ours, theirs):
+        model.merge_adapter()
+    with torch.no_grad():
+        merged = theirs(ids).logits
+        with ours.disable_adapter(), theirs.disable_adapter():
+            assert (ours(ids).logits - theirs(ids).logits).abs().max() < 1e-4
+            assert (ours(ids).logits - merged).abs().max() > 1
+        ours.merge_adapter()
+        assert (ours.unload()(ids).logits - merged).abs().max() < 1e-4

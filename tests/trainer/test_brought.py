@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -217,6 +218,19 @@ def test_the_callers_optimizer_and_schedule_make_the_steps(tmp_path: Path) -> No
     for pair, needs in (((optimizer, plateau), "metrics"), ((torch.optim.LBFGS(model.parameters()), None), "closure")):
         with pytest.raises(ValueError, match=rf"whose step\(\) needs {needs}; a run calls"):
             brought(tmp_path / "step", model=model, peft_config=None, optimizers=pair)
+
+
+def test_an_optimizer_without_some_of_what_is_trained_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(SHALLOW).half()
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], ensure_weight_tying=True,
+                        task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)  # its matrix has 16 bits, of which loss scaling takes no gradients
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+    with caplog.at_level("WARNING", logger="lowmem_grpo"):
+        brought(tmp_path, model=adapted, peft_config=None, optimizers=(optimizer, None))
+    assert re.search(r"holds 4 of the 5 trained parameters, .*embed_tokens.* among them", caplog.text)
 
 
 def test_a_model_in_64_bits_is_trained_as_it_is(tmp_path: Path) -> None:
