@@ -84,7 +84,8 @@ class SharedRows(TrainableTokensLayer):
             return None
         values = self.trainable_tokens_delta[name]
         if name not in self.sorted or self.sorted[name][0].device != values.device:
-            ids, order = torch.tensor(self.token_indices[name], device=values.device).sort()
+            with torch.inference_mode(False):  # passes with gradients read them, later
+                ids, order = torch.tensor(self.token_indices[name], device=values.device).sort()
             self.sorted[name] = ids, order
         return TrainedRows(*self.sorted[name], values)
 

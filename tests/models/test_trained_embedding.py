@@ -312,3 +312,13 @@ def test_merged_rows_leave_the_base_where_it_is_asked_for_and_stay_where_peft_le
             assert (ours(ids).logits - merged).abs().max() > 1
         ours.merge_adapter()
         assert (ours.unload()(ids).logits - merged).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("case", ["rows, tied", "rows of both"])
+def test_rows_that_were_first_read_in_inference_mode_are_trained(case: str) -> None:
+    ours, theirs = pair(*CASES[case])
+    with torch.inference_mode(), ours.disable_adapter():
+        ours(BATCH.input_ids[None])
+    with torch.inference_mode():
+        ours(BATCH.input_ids[None])
+    assert_alike(learned(Policy(ours), BATCH), learned_alone(theirs, BATCH), 1e-5)
