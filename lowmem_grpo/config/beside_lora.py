@@ -15,6 +15,8 @@ BESIDE: Table = any_value("modules_to_save", "trainable_token_indices", "ensure_
 WHOLE = ("lm_head", "embed_tokens", "wte", "embed_in", "embed_out", "word_embeddings")  # heads and embeddings
 ROWS = ".token_adapter.trainable_tokens_delta"  # end of the name of trained rows in a file
 MATRICES = tuple(f".{name}.weight" for name in WHOLE)  # ends of the names of whole matrices in a file
+COPY = ".original_module.weight"  # end of the name of a base's matrix in a file, beside that of the trained copy
+OF_BASE = re.compile(r"(\.original_module|\.modules_to_save|\.token_adapter\.base_layer)?\.weight$")
 OF_LORA = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_vector")  # ends of names in a file
 TRAINED = re.compile(r"\.lora_|\.modules_to_save\.[^.]+\.weight$|\.token_adapter\.trainable_tokens_delta\.")
 
@@ -75,6 +77,14 @@ def faults_beside(config: Any, names: Collection[str]) -> Iterator[str]:
                 if not any(name.endswith(f"{module}.weight") for name in names))
     if rows and not any(name.endswith(ROWS) for name in names):
         yield "lacks the rows that its trainable_token_indices names"
+
+
+def base_names(names: Collection[str], whole: bool) -> dict[str, str]:
+    """Return {name: weight in the model} of those names in an adapter's file that are of matrices which the adapter does
+    not train. PEFT also saves these for a resized model. `whole`: the config trains whole matrices."""
+    trained = {OF_BASE.sub(".weight", name) for name in names if name.endswith(COPY)} or ({*names} if whole else set())
+    weights = {name: OF_BASE.sub(".weight", name) for name in names if ".lora_" not in name}
+    return {name: weight for name, weight in weights.items() if weight.endswith(MATRICES) and name not in trained}
 
 
 def last_parts(modules: Iterable[str] | None) -> set[str]:

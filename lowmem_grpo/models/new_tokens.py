@@ -18,6 +18,7 @@ from lowmem_grpo.config.beside_lora import MATRICES
 from lowmem_grpo.memory.offload.embedding import PER_LAYER
 from lowmem_grpo.models.policy import check_linear
 from lowmem_grpo.models.trained_embedding import base_module, is_tied, tables
+from lowmem_grpo.runs.adapter_file import PREFIX, base_matrices
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import NEW_ROWS, AdapterError, base_of_adapter
 from lowmem_grpo.utils import COUNT, SHARE, count_text, one_of, require
@@ -117,20 +118,29 @@ def save_rows(model: Any, folder: Path) -> None:
 
 def fit_vocabulary(model: Any, folder: Path, config: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
     """Give a base the rows with which the adapter in `folder` was trained: those that were saved beside it or, of an
-    adapter that PEFT saved, as many as its matrices, ids and tokenizer need. Sets `ensure_weight_tying` of the config
+    adapter that PEFT saved, those in its matrices, or as many as its ids need. Sets `ensure_weight_tying` of the config
     for a tied base. AdapterError for a file of rows that does not fit."""
     config.ensure_weight_tying = config.ensure_weight_tying or bool(config.modules_to_save and is_tied(model.inner))
     chosen = config.trainable_token_indices or ()
+    brought = base_matrices(folder)
     ids = [row for rows in (chosen.values() if isinstance(chosen, dict) else [chosen]) for row in rows]
     held = len(model.get_input_embeddings().weight)
     rows = base_of_adapter(folder).vocab_size or next(
-        (len(tensor) for name, tensor in tensors.items() if name.endswith(MATRICES)), max([held - 1, *ids]) + 1)
+        (len(tensor) for name, tensor in {**brought, **tensors}.items() if name.endswith(MATRICES)), max([held - 1, *ids]) + 1)
     if rows != held:
         if rows > 2 * held + MOST:
             raise AdapterError(f"the adapter in {folder} names row {rows - 1} of an embedding, and its base has {held} "
                                "rows; one file is of another adapter")
         check_resizable(model, rows > held)
         resize(model, rows)
+    for name, values in brought.items():
+        matrix = model.inner.get_submodule(name.removeprefix(PREFIX).removesuffix(".weight")).weight.data
+        if matrix.shape != values.shape:
+            raise AdapterError(f"the adapter in {folder} brings {name}, {[*values.shape]}, and its base has "
+                               f"{[*matrix.shape]}: it was trained on another model")
+        other = (matrix.to(values) != values).any(1).nonzero()[:, 0]
+        matrix[other.to(matrix.device)] = values[other].to(matrix)
+        model.loaded.new_tokens = sorted({*model.loaded.new_tokens, *other.tolist()})
     if (path := folder / NEW_ROWS).is_file():
         try:
             saved = load_file(path)

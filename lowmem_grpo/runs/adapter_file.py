@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowmem_grpo import utils
-from lowmem_grpo.config.beside_lora import ROWS, accepts, faults_beside, last_parts
+from lowmem_grpo.config.beside_lora import ROWS, accepts, base_names, faults_beside, last_parts
 from lowmem_grpo.config.loading import LORA
 from lowmem_grpo.config.unsupported import is_off
 from lowmem_grpo.runs.saved_adapter import ADAPTER_FILE, AdapterError, adapter_settings, check_adapter_folder
@@ -59,8 +60,20 @@ MERGE = ("merge it into its base with plain peft (PeftModel.from_pretrained(BASE
 
 
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """Return the PEFT config and the tensors of an adapter. AdapterError unless it has only LoRA on linear layers, and
-    only finite values."""
+    """Return the PEFT config and the trained tensors of an adapter. AdapterError unless it has only LoRA on linear
+    layers, embedding and head, and only finite values."""
+    config, trained, _ = read_all(folder)
+    return config, trained
+
+
+def base_matrices(folder: Path) -> dict[str, Tensor]:
+    """Return {name of the weight: values} of the base's embedding and head, which PEFT saves beside an adapter if their
+    rows were resized. AdapterError if the adapter cannot be read."""
+    return read_all(folder)[2]
+
+
+def read_all(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str, Tensor]]:
+    """Return the PEFT config, the trained tensors, and the base's matrices."""
     check_adapter_folder(folder)
     config = lora_config(adapter_settings(folder), folder)
     try:
@@ -68,7 +81,9 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     except (ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {error}; use an older checkpoint") from error
     check_patterns(config, layers_of(tensors), f"the adapter in {folder}")
-    for fault in faults_beside(config, sorted(tensors)):
+    of_base = base_names(tensors, bool(config.modules_to_save))
+    trained = {name: tensor for name, tensor in tensors.items() if name not in of_base}
+    for fault in faults_beside(config, sorted(trained)):
         raise AdapterError(f"the adapter in {folder} {fault}: {MERGE}")
     for name, tensor in sorted(tensors.items()):
         if tensor.dtype not in DTYPES:
@@ -77,7 +92,7 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
         if not tensor.isfinite().all():
             raise AdapterError(f"the adapter in {folder} is not finite: {name} holds NaN or infinity. The run "
                                "diverged; take an older checkpoint")
-    return config, tensors
+    return config, trained, {weight: tensors[name] for name, weight in of_base.items() if ".modules_to_save." not in name}
 
 
 def lora_config(settings: dict[str, Any], folder: Path) -> LoraConfig:
@@ -211,7 +226,21 @@ def check_for(model: nn.Module, folder: Path) -> tuple[LoraConfig, dict[str, Ten
             raise AdapterError(f"the adapter in {folder} does not fit: {name} {problem}")
     for problem in problems_beside(model, config, tensors):
         raise AdapterError(f"the adapter in {folder} does not fit: {problem}")
+    check_base_matrices(model, folder)
     return config, tensors
+
+
+def check_base_matrices(model: Any, folder: Path) -> None:
+    """Raise AdapterError if the adapter in `folder` brings values of embedding and head that a PEFT model's base does
+    not have."""
+    brought = base_matrices(folder)
+    with model.disable_adapter() if brought else nullcontext():
+        for name, values in brought.items():
+            module = model.get_submodule(name.removesuffix(".weight"))
+            own = getattr(module, "original_module", module).weight
+            if own.shape != values.shape or not torch.equal(own.detach().to(values), values):
+                raise AdapterError(f"the adapter in {folder} brings its own {name}, {[*values.shape]}, since its base "
+                                   "was resized, and this model has other values: load the folder with from_pretrained")
 
 
 def refuse_variants(config: LoraConfig, folder: Path, done: str) -> None:
@@ -229,7 +258,10 @@ def problems_beside(model: Any, config: LoraConfig, tensors: Mapping[str, Tensor
     expected = beside_of(model, config)
     if missing := sorted(expected.keys() - saved.keys()):
         yield f"it lacks {missing[0]}; the file is not whole, or it was trained with an embedding that is not the head"
-    if other := sorted(saved.keys() - expected.keys()):
+    ends = [getattr(end, "original_module", end) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    same = [saved[name] for name in expected.keys() & saved.keys() if ends[0].weight is ends[1].weight]
+    if other := sorted(name for name in saved.keys() - expected.keys()  # PEFT also saves tied rows of a resized head
+                       if not any(torch.equal(saved[name], each) for each in same)):
         yield f"it holds {other[0]}, which its adapter_config.json does not train in this model"
     for name in sorted(expected.keys() & saved.keys()):
         matrix, ids = expected[name]

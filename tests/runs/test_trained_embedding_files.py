@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowmem_grpo import FastLanguageModel, GRPOConfig, SamplingParams, add_new_tokens
 from lowmem_grpo.cli import playing
 from lowmem_grpo.fast_model import FastPeftModel, adapter_for
-from lowmem_grpo.models.export.formats import export
+from lowmem_grpo.models.export.formats import ExportSettings, export
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.teacher import adapter_of
 from lowmem_grpo.runs.checkpoint import load_checkpoint, load_weights, save_checkpoint
@@ -174,6 +174,51 @@ def test_an_adapter_of_pefts_own_loads_and_samples_with_its_logits(
         assert torch.equal(logits_of(live), own)
         request = live.load_lora(tmp_path / "saved")
         assert live.fast_generate("Start", SamplingParams(max_tokens=1), lora_request=request)
+
+
+def resized_by_peft(base: Path, folder: Path, tied: bool, settings: dict[str, Any]) -> None:
+    """Save PEFT's adapter of a model that transformers resized to 402 rows; PEFT saves whole matrices of it too."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(NEW)
+    model.resize_token_embeddings(len(tokenizer))
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", ensure_weight_tying=tied, **settings)
+    with warnings.catch_warnings(action="ignore"):
+        scattered(get_peft_model(model, config)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("case", [*(name for name in CASES if name != "rows of both"), "LoRA, tied", "LoRA, untied"])
+def test_an_adapter_of_pefts_own_brings_the_matrices_of_its_resized_base(
+    case: str, bases: dict[bool, Path], tmp_path: Path
+) -> None:
+    tied, settings = copy.deepcopy(CASES.get(case, (case == "LoRA, tied", {})))
+    resized_by_peft(bases[tied], tmp_path / "saved", tied, settings)
+    theirs, mine, ids = by_peft(bases[tied], tmp_path / "saved"), load(tmp_path / "saved"), torch.tensor([[5, 401, 7]])
+    assert_same(logits_of(mine, ids), logits_of(theirs, ids))
+    with mine.disable_adapter(), theirs.disable_adapter():
+        assert_same(logits_of(mine, ids), logits_of(theirs, ids))
+    mine.save_lora(tmp_path / "again")
+    assert_same(logits_of(load(tmp_path / "again"), ids), logits_of(theirs, ids))
+    with adapter_for(mine, mine.load_lora(tmp_path / "saved")):
+        assert_same(logits_of(mine, ids), logits_of(theirs, ids))
+    evaluated, request = playing.load(str(bases[tied]), tmp_path / "saved", 64, load_in_4bit=False)
+    with adapter_for(evaluated, request):
+        assert_same(logits_of(evaluated, ids), logits_of(theirs, ids))
+    export(tmp_path / "saved", "adapter", tmp_path / "copy")
+    assert_same(logits_of(by_peft(bases[tied], tmp_path / "copy"), ids), logits_of(theirs, ids))
+    export(tmp_path / "saved", "merged", tmp_path / "merged", ExportSettings(load_in_4bit=False, dtype="bfloat16"))
+    merged, wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), theirs.merge_and_unload()
+    for end in ("get_input_embeddings", "get_output_embeddings"):
+        assert torch.equal(getattr(merged, end)().weight, getattr(wanted, end)().weight.bfloat16())
+    says = (tmp_path / "merged" / "README.md").read_text()
+    assert ("trained beside it" in says) == (case in CASES) and "original_module" not in says
+    bare = load(bases[tied])
+    bare.resize_token_embeddings(402)
+    other = FastLanguageModel.get_peft_model(bare, r=4, target_modules=["q_proj"])
+    with pytest.raises(AdapterError, match="brings its own .*, and this model has other values: load the folder with"):
+        other.load_lora(tmp_path / "saved")
+    with pytest.raises(AdapterError, match=r"from_pretrained"):
+        ours(bases[tied], {}).load_lora(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("case", CASES)

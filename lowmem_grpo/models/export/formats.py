@@ -16,6 +16,7 @@ from peft.utils.save_and_load import load_peft_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from lowmem_grpo.config.beside_lora import base_names
 from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.memory.families import reads_images
 from lowmem_grpo.models.export import gguf, model_card
@@ -39,7 +40,7 @@ from lowmem_grpo.models.policy import end_ids
 from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside
 from lowmem_grpo.models.stored_model import resolve
 from lowmem_grpo.models.vision_processor import OF_IMAGES, load_processor, with_saved_bounds
-from lowmem_grpo.runs.adapter_file import check_patterns, layers_of, read_adapter
+from lowmem_grpo.runs.adapter_file import base_matrices, check_patterns, layers_of, read_adapter
 from lowmem_grpo.runs.files import CARD, write_card
 from lowmem_grpo.runs.saved_adapter import (
     ADAPTER_FILE,
@@ -105,7 +106,8 @@ def export(run: Path | str, kind: str, out: Path | str, settings: ExportSettings
         if not (temp / CARD).exists():
             lora, history = adapter_settings(adapter.folder), model_card.PastRuns.of_card(adapter.folder)
             with safe_open(adapter.folder / ADAPTER_FILE, "pt") as file:
-                shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - not a dict
+                of_base = base_names([*file.keys()], bool(lora.get("modules_to_save")))
+                shapes = {name: file.get_slice(name).get_shape() for name in {*file.keys()} - of_base.keys()}
             write_card(temp, model_card.card_text(kind, record, lora, history, shapes=shapes))
     if repo is not None:
         done.address = push(out, repo, private, api)
@@ -138,9 +140,9 @@ def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> BaseRecor
     done.base = record.model
     PeftConfig.from_pretrained(str(temp))
     read = load_peft_weights(str(temp), device="cpu")
-    if tensors.keys() != read.keys() or not all(torch.equal(tensors[name], read[name]) for name in tensors):
+    if not all(name in read and torch.equal(tensor, read[name]) for name, tensor in tensors.items()):
         raise ExportError(f"PEFT read back other tensors than {adapter.folder} holds")
-    done.checks = {"layers": len(layers_of(tensors)), "tensors_equal": len(read)}
+    done.checks = {"layers": len(layers_of(tensors)), "tensors_equal": len(tensors)}
     return record
 
 
@@ -149,7 +151,7 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
     its logits."""
     adapter_config, tensors = read_adapter(adapter.folder)
     pairs = pairs_of(adapter_config, tensors, adapter.folder)
-    trained = trained_matrices(adapter_config, tensors, adapter.note)
+    trained = trained_matrices(adapter_config, tensors, adapter.note, base_matrices(adapter.folder))
     record = settled(base_of_adapter(adapter.folder), settings, adapter.folder)
     name, form = str(record.model), form_of_weights(record.load_in_4bit, False, record.load_in_fp8)
     done.base, computed = name, getattr(torch, str(record.dtype))

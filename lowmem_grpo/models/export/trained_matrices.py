@@ -52,9 +52,10 @@ class TrainedMatrix(NamedTuple):
         return rows
 
 
-def trained_matrices(config: LoraConfig, tensors: Mapping[str, Tensor], owner: str) -> dict[str, TrainedMatrix]:
-    """Return {tensor of the base: an adapter's values} for the tensors of its file that are not LoRA's. `owner` begins
-    the message of an AdapterError."""
+def trained_matrices(config: LoraConfig, tensors: Mapping[str, Tensor], owner: str,
+                     base: Mapping[str, Tensor] | None = None) -> dict[str, TrainedMatrix]:
+    """Return {tensor of the base: an adapter's values} for the tensors of its file that are not LoRA's, and for the
+    matrices of a resized `base` in it. `owner` begins the message of an AdapterError."""
     found, named = {}, config.trainable_token_indices or []
     for name, values in tensors.items():
         module, rows, _ = name.removeprefix(PREFIX).partition(OF_ROWS)
@@ -67,6 +68,14 @@ def trained_matrices(config: LoraConfig, tensors: Mapping[str, Tensor], owner: s
             found[f"{module}.weight"] = TrainedMatrix(values, ids)
         elif ".lora_" not in name:
             found[module] = TrainedMatrix(values, range(len(values)))
+    for name, matrix in (base or {}).items():
+        values, ids = found.get(name := name.removeprefix(PREFIX), (matrix[:0], ()))
+        if max(ids, default=0) >= len(matrix):
+            raise AdapterError(f"{owner} trains row {max(ids)} of {name}, which has {len(matrix)} rows; one file is of "
+                               "another adapter")
+        if not isinstance(ids, range):
+            merged = matrix.index_copy(0, torch.tensor([*ids], dtype=torch.long), values.to(matrix))
+            found[name] = TrainedMatrix(merged, range(len(merged)))
     return found
 
 
