@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModelForCausalLM, set_peft_model_state_dict
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lowmem_grpo.config.beside_lora import plain_rows
 from lowmem_grpo.data.prompt_inputs import calls_of, encoded
 from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
@@ -146,6 +147,17 @@ class FastGeneration(Saving):
         """The engine that samples (`name`) and the reason for it (`why`)."""
         return self.loaded.keeper.choice
 
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None,
+                                mean_resizing: bool = True) -> nn.Module:
+        """Resize embedding and head, and return the embedding, as transformers does; new rows are the mean of the old
+        ones. `add_new_tokens` also adds the tokens. Raises ValueError for what is not supported."""
+        from lowmem_grpo.models.new_tokens import resize_to
+
+        if not mean_resizing:
+            raise ValueError("mean_resizing=False: new rows are the mean of the old ones here; leave it out, and write "
+                             "other values into model.get_input_embeddings().weight afterwards")
+        return resize_to(self, new_num_tokens, pad_to_multiple_of)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Sample as transformers or PEFT does, in evaluation mode: in train mode, checkpointed layers would drop the
         cache. `input_ids` may also be the dictionary that a tokenizer returned."""
@@ -173,17 +185,6 @@ class BareModel(FastGeneration, nn.Module):
         if hasattr(self.transformers_model, "peft_config"):
             raise ValueError("this model has LoRA now: sample with the model that get_peft_model returned")
         return super().engine(policy, tokenizer)
-
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None,
-                                mean_resizing: bool = True) -> nn.Module:
-        """Resize embedding and head, and return the embedding, as transformers does; new rows are the mean of the old
-        ones. `add_new_tokens` also adds the tokens. Raises ValueError for what is not supported."""
-        from lowmem_grpo.models.new_tokens import resize_to
-
-        if not mean_resizing:
-            raise ValueError("mean_resizing=False: new rows are the mean of the old ones here; leave it out, and write "
-                             "other values into model.get_input_embeddings().weight afterwards")
-        return resize_to(self, new_num_tokens, pad_to_multiple_of)
 
     def save_lora(self, path: str | Path) -> None:
         raise ValueError(NO_LORA.format("save_lora"))
@@ -216,11 +217,6 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         folder = folder_at("save_directory", save_directory)
         with explained(folder):
             self.write_adapter(str(folder), *args, **kwargs)
-
-    def resize_token_embeddings(self, *_: Any, **__: Any) -> None:
-        from lowmem_grpo.models.new_tokens import AFTER_LORA
-
-        raise ValueError(AFTER_LORA)
 
     def write_adapter(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
         """Write what `save_pretrained` writes."""
@@ -378,8 +374,8 @@ def with_lora(model: BareModel, config: LoraConfig, checkpointing: bool | str = 
     tile = check_tile(mlp_tile, mode)
     check_config(model.inner, config)
     config.fan_in_fan_out = False  # as PEFT sets it for its own linear layers
-    config.modules_to_save, config.trainable_token_indices = (
-        config.modules_to_save or None, config.trainable_token_indices or None)
+    config.modules_to_save = [*(config.modules_to_save or ())] or None  # PEFT appends to it
+    config.trainable_token_indices = plain_rows(config.trainable_token_indices)
     use_kernel_layers(config, model.inner)
     model.close_engine()  # its modules are about to be wrapped
     with torch.random.fork_rng():

@@ -114,8 +114,8 @@ PATTERNS: Rule = ("a regular expression, or a list of texts", lambda value: TEXT
     not isinstance(value, str) or is_pattern(value)))
 NAMES: Rule = ("a list of names", lambda value: not isinstance(value, str) and TEXTS[1](value))
 ROWS: Rule = ("a list of whole numbers, or a dict of such lists by the names of modules", lambda value: all(
-    isinstance(ids, list | tuple) and WHOLES[1](ids)
-    for ids in (value.values() if isinstance(value, Mapping) else [value])))
+    isinstance(name, str) and isinstance(ids, list | tuple) and WHOLES[1](ids)
+    for name, ids in (value.items() if isinstance(value, Mapping) else [("", value)])))
 OF_KINDS: dict[Any, Rule] = {  # rules of fields without one in RANGES, by annotation
     bool: TRUTH, int: WHOLE, str: ("a text", lambda value: isinstance(value, str)),
     dict: ("a dict", lambda value: isinstance(value, Mapping)),

@@ -47,6 +47,13 @@ def settings_beside(targets: Any, options: dict[str, Any], tied: bool = False) -
     return targets, beside
 
 
+def plain_rows(chosen: Any) -> Any:
+    """Return the value of `trainable_token_indices` in lists of int, with which PEFT can index, and which JSON has."""
+    if isinstance(chosen, dict):
+        return {name: [*map(int, ids)] for name, ids in chosen.items()} or None
+    return [*map(int, chosen or ())] or None
+
+
 def check_targets_of_lora(targets: Collection[str]) -> None:
     """Raise ValueError if a name or a path among the targets is that of a module without LoRA."""
     names = {target.rpartition(".")[2] for target in targets}

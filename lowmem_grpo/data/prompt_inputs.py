@@ -93,7 +93,8 @@ def known_ids(ids: Any, vocabulary: int) -> list[int]:
     """Return token ids as a list; ValueError for an id that the model lacks."""
     if wrong := [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]:
         raise ValueError(f"a prompt has the token id {wrong[0]!r}; the model's are 0 to {vocabulary - 1}. A token that "
-                         "was only added to the tokenizer has no weights: leave it out of the prompt")
+                         "was only added to the tokenizer has no weights: leave it out of the prompt, or add it with "
+                         "add_new_tokens before get_peft_model")
     return list(ids)
 
 

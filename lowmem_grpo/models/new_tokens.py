@@ -46,6 +46,9 @@ def add_new_tokens(model: Any, tokenizer: Any, new_tokens: Sequence[str] = (), m
     require("method", method, one_of("mean", "interpolation"))
     require("interpolation", interpolation, SHARE)
     loaded, tokenizer = loaded_of(model), getattr(tokenizer, "tokenizer", tokenizer)  # inside of a processor
+    if not hasattr(tokenizer, "get_vocab"):
+        raise TypeError(f"the tokenizer is a {type(tokenizer).__name__}; take the one that "
+                        "FastLanguageModel.from_pretrained returned, after the model")
     known, rows = tokenizer.get_vocab(), len(model.get_input_embeddings().weight)
     fresh = [token for token in dict.fromkeys(new_tokens) if known.get(token, rows) >= rows]
     if old := [token for token in new_tokens if token not in fresh]:
@@ -76,15 +79,15 @@ def resize_to(model: Any, rows: int | None, multiple: int | None) -> nn.Module:
     rows, multiple = held if rows is None else rows, multiple or 1
     require("new_num_tokens", rows, COUNT)
     require("pad_to_multiple_of", multiple, COUNT)
-    check_resizable(model, rows > held)
     if rows < len(loaded.tokenizer):
         raise ValueError(f"new_num_tokens is {rows}, and the tokenizer has {len(loaded.tokenizer)} tokens; give as "
                          "many or more")
-    rows = -(-rows // multiple) * multiple
+    rows = -(-int(rows) // multiple) * multiple
     if rows < held:
         logger.warning("the embedding keeps its %d rows, of which %d were asked for: rows that are stored stay, and "
                        "tokens may use them", held, rows)
     elif rows > held:
+        check_resizable(model, True)
         resize(model, rows)
     embedding: nn.Module = model.get_input_embeddings()
     return embedding
@@ -126,7 +129,8 @@ def fit_vocabulary(model: Any, folder: Path, config: LoraConfig, tensors: Mappin
     ids = [row for rows in (chosen.values() if isinstance(chosen, dict) else [chosen]) for row in rows]
     held = len(model.get_input_embeddings().weight)
     rows = base_of_adapter(folder).vocab_size or next(
-        (len(tensor) for name, tensor in {**brought, **tensors}.items() if name.endswith(MATRICES)), max([held - 1, *ids]) + 1)
+        (len(tensor) for name, tensor in {**brought, **tensors}.items() if name.endswith(MATRICES)),
+        max([held - 1, *ids]) + 1)
     if rows != held:
         if rows > 2 * held + MOST:
             raise AdapterError(f"the adapter in {folder} names row {rows - 1} of an embedding, and its base has {held} "

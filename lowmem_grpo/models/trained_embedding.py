@@ -214,12 +214,14 @@ def is_tied(model: Any) -> bool:
 
 def check_beside(model: Any, config: LoraConfig) -> None:
     """Raise ValueError if LoRA's settings train modules other than embedding and head, or not as they can be."""
-    known = tables(model)
+    known, chosen = tables(model), config.trainable_token_indices
     whole, rows = last_parts(config.modules_to_save), rows_by_name(model, config)
-    if other := sorted({*whole, *rows} - known.keys()):
+    paths = [f".{path}" for path, module in model.named_modules() if module in known.values()]
+    named = [*(config.modules_to_save or ()), *(chosen if isinstance(chosen, dict) else ())]
+    if other := [name for name in named if not any(path.endswith(f".{name}") for path in paths)]:
         raise ValueError(f"{other[0]} cannot be trained beside LoRA: allowed in modules_to_save and "
                          f"trainable_token_indices are {' and '.join(known)}; leave it out")
-    if both := sorted(whole & rows.keys()):
+    if both := sorted((known.keys() if whole and is_tied(model) else whole) & rows.keys()):
         raise ValueError(f"modules_to_save and trainable_token_indices both name {both[0]}: train all of its rows, or "
                          "the chosen ones")
     for name in sorted({*whole, *rows}):
@@ -250,6 +252,8 @@ def rows_by_name(model: Any, config: LoraConfig) -> dict[str, Any]:
 
 def check_ids(name: str, ids: Any, rows: int) -> None:
     """Raise ValueError for ids of rows that a matrix of `rows` rows does not have, or that are repeated."""
+    if not ids:
+        raise ValueError(f"trainable_token_indices names no row of {name}; leave it out")
     if outside := next((each for each in ids if not 0 <= each < rows), None):
         raise ValueError(f"trainable_token_indices names row {outside} of {name}, which has the rows 0 to {rows - 1}; "
                          "for new tokens call add_new_tokens(model, tokenizer, [...]) before get_peft_model")

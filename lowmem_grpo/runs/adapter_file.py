@@ -92,7 +92,8 @@ def read_all(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str, Ten
         if not tensor.isfinite().all():
             raise AdapterError(f"the adapter in {folder} is not finite: {name} holds NaN or infinity. The run "
                                "diverged; take an older checkpoint")
-    return config, trained, {weight: tensors[name] for name, weight in of_base.items() if ".modules_to_save." not in name}
+    return config, trained, {weight: tensors[name] for name, weight in of_base.items()
+                             if ".modules_to_save." not in name}
 
 
 def lora_config(settings: dict[str, Any], folder: Path) -> LoraConfig:
@@ -258,8 +259,9 @@ def problems_beside(model: Any, config: LoraConfig, tensors: Mapping[str, Tensor
     expected = beside_of(model, config)
     if missing := sorted(expected.keys() - saved.keys()):
         yield f"it lacks {missing[0]}; the file is not whole, or it was trained with an embedding that is not the head"
-    ends = [getattr(end, "original_module", end) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
-    same = [saved[name] for name in expected.keys() & saved.keys() if ends[0].weight is ends[1].weight]
+    embedding, head = (getattr(module, "original_module", module).weight
+                       for module in (model.get_input_embeddings(), model.get_output_embeddings()))
+    same = [saved[name] for name in expected.keys() & saved.keys() if embedding is head]
     if other := sorted(name for name in saved.keys() - expected.keys()  # PEFT also saves tied rows of a resized head
                        if not any(torch.equal(saved[name], each) for each in same)):
         yield f"it holds {other[0]}, which its adapter_config.json does not train in this model"

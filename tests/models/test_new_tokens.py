@@ -51,7 +51,7 @@ def test_a_resized_model_has_transformers_rows_and_logits(stored: Path) -> None:
     theirs = random_model("Llama", tie_word_embeddings=model.config.tie_word_embeddings)
     tokenizer.add_tokens(names(80))
     begun = torch.get_rng_state()
-    assert model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=16) is model.get_input_embeddings()
+    assert model.resize_token_embeddings(float(len(tokenizer)), pad_to_multiple_of=16) is model.get_input_embeddings()
     assert torch.equal(torch.get_rng_state(), begun)
     theirs.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=16)
     assert model.config.vocab_size == theirs.config.vocab_size == 416 > len(tokenizer)
@@ -174,6 +174,8 @@ def test_what_cannot_be_added_or_resized_is_refused_by_name_and_changes_nothing(
     }
     assert not_refused(lambda case: calls[case][0](), [(case, says) for case, (_, says) in calls.items()],
                        ValueError) == []
-    with pytest.raises(TypeError, match="take the one that FastLanguageModel"):
-        add_new_tokens(random_model("Llama"), tokenizer, ["<a>"])
+    for wrong in ((random_model("Llama"), tokenizer), (tokenizer, model), (model, None), (model, "tiny")):
+        with pytest.raises(TypeError, match="take the one that FastLanguageModel"):
+            add_new_tokens(*wrong, ["<a>"])
+    assert adapted.resize_token_embeddings(384) is adapted.get_input_embeddings()  # a cell that is run twice
     assert tokenizer.get_vocab() == before and len(matrices(model)[0]) == SHAPE["vocab_size"]

@@ -1,11 +1,14 @@
 """Embedding and head beside LoRA give the values and gradients of plain transformers and peft, tied and untied."""
 
 import copy
+import json
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes
+import numpy
 import peft
 import pytest
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig
-from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.fast_model import FastPeftModel, with_lora
 from lowmem_grpo.memory.offload.embedding import HostEmbedding
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.trained_embedding import SharedRows, prepare_embeddings
@@ -242,6 +245,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"trainable_token_indices": {"norm": [1]}}, "norm cannot be trained"),
     ({"trainable_token_indices": {"lm_head": [1]}}, "give trainable_token_indices as a list"),
     ({"trainable_token_indices": [1], "modules_to_save": ["embed_tokens"]}, "both name embed_tokens"),
+    ({"trainable_token_indices": [1], "modules_to_save": ["lm_head"]}, "both name embed_tokens"),
+    ({"trainable_token_indices": {5: [1]}}, "by the names of modules"),
+    ({"trainable_token_indices": {"embed_tokens": []}}, "names no row of embed_tokens; leave it out"),
+    *(({"modules_to_save": [name]}, "cannot be trained beside LoRA") for name in ("base_model.model.lm_head", "")),
+    ({"trainable_token_indices": {"base_model.embed_tokens": [1]}}, "base_model.embed_tokens cannot be trained"),
 ]
 
 
@@ -249,6 +257,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_cannot_be_trained_is_refused_with_the_fix(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.compile(words, re.DOTALL)):
         FastLanguageModel.get_peft_model(loaded(), r=2, **({"target_modules": ["q_proj"]} | options))
+
+
+def test_names_in_a_tuple_and_numpys_ids_are_trained_and_saved(tmp_path: Path) -> None:
+    chosen = {"embed_tokens": (numpy.int64(4), numpy.int64(3))}
+    model = FastLanguageModel.get_peft_model(loaded(), r=2, target_modules=["q_proj"], trainable_token_indices=chosen)
+    model.save_lora(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["trainable_token_indices"] == {"embed_tokens": [4, 3]}
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=("lm_head",), ensure_weight_tying=True)
+    assert with_lora(loaded(), config).get_output_embeddings().weight.requires_grad
 
 
 def test_a_tied_model_with_pefts_default_is_refused() -> None:

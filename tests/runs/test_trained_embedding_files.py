@@ -215,7 +215,7 @@ def test_an_adapter_of_pefts_own_brings_the_matrices_of_its_resized_base(
     bare = load(bases[tied])
     bare.resize_token_embeddings(402)
     other = FastLanguageModel.get_peft_model(bare, r=4, target_modules=["q_proj"])
-    with pytest.raises(AdapterError, match="brings its own .*, and this model has other values: load the folder with"):
+    with pytest.raises(AdapterError, match=r"brings its own .*, and this model has other values: load the folder with"):
         other.load_lora(tmp_path / "saved")
     with pytest.raises(AdapterError, match=r"from_pretrained"):
         ours(bases[tied], {}).load_lora(tmp_path / "saved")
