@@ -87,8 +87,8 @@ def faults_beside(config: Any, names: Collection[str]) -> Iterator[str]:
 
 
 def base_names(names: Collection[str], whole: bool) -> dict[str, str]:
-    """Return {name: weight in the model} of those names in an adapter's file that are of matrices which the adapter does
-    not train. PEFT also saves these for a resized model. `whole`: the config trains whole matrices."""
+    """Return {name: weight in the model} of those names in an adapter's file that are of matrices which the adapter
+    does not train. PEFT also saves these for a resized model. `whole`: the config trains whole matrices."""
     trained = {OF_BASE.sub(".weight", name) for name in names if name.endswith(COPY)} or ({*names} if whole else set())
     weights = {name: OF_BASE.sub(".weight", name) for name in names if ".lora_" not in name}
     return {name: weight for name, weight in weights.items() if weight.endswith(MATRICES) and name not in trained}

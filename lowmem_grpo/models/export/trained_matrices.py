@@ -69,13 +69,13 @@ def trained_matrices(config: LoraConfig, tensors: Mapping[str, Tensor], owner: s
         elif ".lora_" not in name:
             found[module] = TrainedMatrix(values, range(len(values)))
     for name, matrix in (base or {}).items():
-        values, ids = found.get(name := name.removeprefix(PREFIX), (matrix[:0], ()))
-        if max(ids, default=0) >= len(matrix):
-            raise AdapterError(f"{owner} trains row {max(ids)} of {name}, which has {len(matrix)} rows; one file is of "
-                               "another adapter")
-        if not isinstance(ids, range):
-            merged = matrix.index_copy(0, torch.tensor([*ids], dtype=torch.long), values.to(matrix))
-            found[name] = TrainedMatrix(merged, range(len(merged)))
+        own = found.get(name := name.removeprefix(PREFIX), TrainedMatrix(matrix[:0], ()))
+        if max(own.ids, default=0) >= len(matrix):
+            raise AdapterError(f"{owner} trains row {max(own.ids)} of {name}, which has {len(matrix)} rows; one file "
+                               "is of another adapter")
+        if not isinstance(own.ids, range):
+            places = torch.tensor([*own.ids], dtype=torch.long)
+            found[name] = TrainedMatrix(matrix.index_copy(0, places, own.values.to(matrix)), range(len(matrix)))
     return found
 
 
