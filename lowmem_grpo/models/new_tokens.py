@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowmem_grpo.config.beside_lora import MATRICES
 from lowmem_grpo.memory.offload.embedding import PER_LAYER
 from lowmem_grpo.models.policy import check_linear
+from lowmem_grpo.models.pretrained import tokenizer_beside
 from lowmem_grpo.models.trained_embedding import base_module, is_tied, tables
 from lowmem_grpo.runs.adapter_file import PREFIX, base_matrices
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
@@ -137,11 +138,15 @@ def fit_vocabulary(model: Any, folder: Path, config: LoraConfig, tensors: Mappin
                                "rows; one file is of another adapter")
         check_resizable(model, rows > held)
         resize(model, rows)
+    if rows > held and tokenizer_beside(folder) is None:
+        logger.warning("the adapter has %d tokens and its base %d, and %s holds no tokenizer, so the base's own reads "
+                       "new tokens in pieces: save theirs there (tokenizer.save_pretrained)", rows, held, folder)
+    own = {f"{PREFIX}{path}.weight": module.weight.data for path, module in model.inner.named_modules()
+           if module in (model.get_input_embeddings(), model.get_output_embeddings())}
     for name, values in brought.items():
-        matrix = model.inner.get_submodule(name.removeprefix(PREFIX).removesuffix(".weight")).weight.data
-        if matrix.shape != values.shape:
-            raise AdapterError(f"the adapter in {folder} brings {name}, {[*values.shape]}, and its base has "
-                               f"{[*matrix.shape]}: it was trained on another model")
+        if name not in own or (matrix := own[name]).shape != values.shape:
+            raise AdapterError(f"the adapter in {folder} brings {name}, {[*values.shape]}, which its base does not "
+                               "have: it was trained on another model")
         other = (matrix.to(values) != values).any(1).nonzero()[:, 0]
         matrix[other.to(matrix.device)] = values[other].to(matrix)
         model.loaded.new_tokens = sorted({*model.loaded.new_tokens, *other.tolist()})
@@ -151,7 +156,9 @@ def fit_vocabulary(model: Any, folder: Path, config: LoraConfig, tensors: Mappin
             model.loaded.new_tokens = [range(rows)[row] for row in saved["ids"].tolist() if row >= 0]
             for name, weight in zip(("embedding", "head"), matrices(model.inner), strict=False):
                 weight.data[model.loaded.new_tokens] = saved[name].to(weight)
-        except (LookupError, RuntimeError, SafetensorError) as error:
+                if not saved[name].isfinite().all():
+                    raise RuntimeError(f"{name} holds NaN or infinity")
+        except (LookupError, RuntimeError, TypeError, SafetensorError) as error:
             raise AdapterError(f"{path} does not hold rows of this base's new tokens ({error}); take it from the run "
                                "again, or delete it, which begins with the mean of the old rows") from error
 

@@ -237,8 +237,8 @@ def check_base_matrices(model: Any, folder: Path) -> None:
     brought = base_matrices(folder)
     with model.disable_adapter() if brought else nullcontext():
         for name, values in brought.items():
-            module = model.get_submodule(name.removesuffix(".weight"))
-            own = getattr(module, "original_module", module).weight
+            module: Any = dict(model.named_modules()).get(name.removesuffix(".weight"))
+            own = getattr(module, "original_module", module).weight if module is not None else values[:0]
             if own.shape != values.shape or not torch.equal(own.detach().to(values), values):
                 raise AdapterError(f"the adapter in {folder} brings its own {name}, {[*values.shape]}, since its base "
                                    "was resized, and this model has other values: load the folder with from_pretrained")
@@ -269,7 +269,8 @@ def problems_beside(model: Any, config: LoraConfig, tensors: Mapping[str, Tensor
         matrix, ids = expected[name]
         for row, times in Counter(ids or ()).items():
             if times > 1 or not 0 <= row < len(matrix):
-                yield f"its trainable_token_indices name row {row}, twice or beyond the model's {len(matrix)} rows"
+                yield (f"its trainable_token_indices name row {row}, twice or beyond the model's {len(matrix)} rows. "
+                       "New tokens get rows when the adapter's folder is loaded with from_pretrained")
         wanted = [len(matrix) if ids is None else len(ids), matrix.shape[1]]
         if wanted != [*saved[name].shape]:
             yield (f"{name} is {[*saved[name].shape]} where {wanted} is expected; for another number of rows, load the "

@@ -274,6 +274,11 @@ def change(folder: Path, part: str, act: Any, file: str = "adapter_model.safeten
     save_file({name: tensor for name, tensor in changed.items() if tensor is not None}, folder / file)
 
 
+def bring(folder: Path, name: str) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file) | {name: torch.zeros(384, 32)}, file)
+
+
 ROWS = "trainable_tokens_delta"
 BROKEN: list[tuple[str, Any, str]] = [  # what was saved, what happens to its folder, and what is said
     ("rows, tied", lambda at: change(at, ROWS, lambda _: None), "lacks the rows that its trainable_token_indices"),
@@ -292,6 +297,10 @@ BROKEN: list[tuple[str, Any, str]] = [  # what was saved, what happens to its fo
     ("new rows", lambda at: change(at, "head", lambda rows: rows[:, :5].clone(), "new_rows.safetensors"), "new tokens"),
     ("new rows", lambda at: change(at, "ids", lambda ids: ids + 9, "new_rows.safetensors"), "hold rows of this"),
     ("new rows", lambda at: change(at, "ids", lambda ids: -ids, "new_rows.safetensors"), "hold rows of this"),
+    ("new rows", lambda at: change(at, "head", lambda rows: rows * torch.nan, "new_rows.safetensors"), "NaN or inf"),
+    ("new rows", lambda at: change(at, "ids", lambda ids: ids.float(), "new_rows.safetensors"), "hold rows of this"),
+    ("new rows", lambda at: change(at, "ids", lambda ids: ids[None], "new_rows.safetensors"), "hold rows of this"),
+    ("rows, tied", lambda at: bring(at, "base_model.model.other.lm_head.weight"), "brings .*other.lm_head"),
     ("new rows", lambda at: edit(at, "base_model.json", vocab_size=10**12), "names row 999999999999"),
     ("new rows", lambda at: edit(at, "base_model.json", vocab_size="many"), "vocab_size is 'many'"),
     ("new rows", lambda at: edit(at, "base_model.json", vocab_size=384), "hold rows of this base"),
@@ -310,6 +319,16 @@ def test_a_file_that_does_not_hold_what_it_promises_is_refused(
     if case != "new rows":
         with pytest.raises(AdapterError, match=says):
             ours(bases[tied], {}).load_lora(tmp_path / "saved")
+
+
+def test_new_tokens_without_their_tokenizer_are_warned_of(
+    bases: dict[bool, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours(bases[True], CASES["whole, tied"][1], NEW).save_lora(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    load(tmp_path)
+    assert "402 tokens and its base 384" in caplog.text and "holds no tokenizer" in caplog.text
 
 
 def test_an_adapter_with_new_tokens_is_no_adapter_of_a_model_without_them(
