@@ -114,7 +114,7 @@ def save_rows(model: Any, folder: Path) -> None:
     for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
         saved[name] = base_module(module).weight.detach()[ids].cpu()
         if isinstance(module, TrainableTokensWrapper):
-            originals = module.token_adapter.trainable_tokens_original[ADAPTER]
+            originals = module.token_adapter.trainable_tokens_original[ADAPTER].cpu()
             own = dict(zip(module.token_adapter.token_indices[ADAPTER], originals, strict=True))
             saved[name] = torch.stack([own.get(row, kept) for row, kept in zip(ids, saved[name], strict=True)])
     save_file(saved, folder / NEW_ROWS)
