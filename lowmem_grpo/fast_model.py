@@ -66,6 +66,10 @@ class Loaded:
     stop_ids: tuple[int, ...] = ()  # end tokens of the last training besides the usual ones
     lora_arguments: dict[str, Any] | None = None  # those of get_peft_model, if it was called
     runs: list[tuple[Callable[[], Any], TrainerState]] = field(default_factory=list)  # facts and state of trainers
+    tokens: int = field(init=False)  # of the tokenizer, when it was loaded
+
+    def __post_init__(self) -> None:
+        self.tokens = len(self.tokenizer or ())
 
 
 class FastGeneration(Saving):

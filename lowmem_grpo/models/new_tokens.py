@@ -85,8 +85,10 @@ def resize_to(model: Any, rows: int | None, multiple: int | None) -> nn.Module:
                          "many or more")
     rows = -(-int(rows) // multiple) * multiple
     if rows < held:
+        added = [*range(loaded.tokens, len(loaded.tokenizer))]
         logger.warning("the embedding keeps its %d rows, of which %d were asked for: rows that are stored stay, and "
-                       "tokens may use them", held, rows)
+                       "tokens may use them%s", held, rows, f". No text has trained those of tokens that you added: "
+                       f"trainable_token_indices={added} of get_peft_model trains them" if added else "")
     elif rows > held:
         check_resizable(model, True)
         resize(model, rows)

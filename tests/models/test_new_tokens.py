@@ -123,6 +123,10 @@ def test_rows_are_kept_where_fewer_are_asked_for(stored: Path, caplog: pytest.Lo
     model.resize_token_embeddings(len(tokenizer) + 5)
     assert f"keeps its 384 rows, of which {TOKENS + 5} were asked for" in caplog.text
     assert len(matrices(model)[1]) == model.config.vocab_size == 384 and model.loaded.new_tokens == []
+    assert "trainable_token_indices" not in caplog.text
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<b>"]})
+    model.resize_token_embeddings(len(tokenizer))
+    assert f"trainable_token_indices=[{TOKENS}, {TOKENS + 1}] of get_peft_model trains them" in caplog.text
 
 
 def test_new_tokens_are_trained_unless_something_else_is_named(stored: Path, caplog: pytest.LogCaptureFixture) -> None:
