@@ -20,7 +20,7 @@ from bench.learning.recipe_runs import run_recipe
 
 RUNS = {"both": [], "rows": ["learning_rate=1e-12", "lora_rank=1"], "lora": ["embedding_learning_rate=1e-12"]}
 PARTS = {"trained": "", "without_rows": "trainable_tokens_delta", "without_lora": "lora_B"}  # and what is reset
-PROBLEMS, TIME_LIMIT = 512, 3600.0
+PROBLEMS, TIME_LIMIT = 256, 3600.0
 
 
 def learned(name: str, seed: int, folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ RECIPES = {
     "proximity": "learn a new answer format by SFT, then GRPO with higher rewards for closer answers",
     "distill": "learning a teacher's distribution at each token, without rewards: the teacher is an adapter or a model",
     "self_distill": "learning from itself, without rewards: as the teacher, the model reads a worked solution",
-    "new_tokens": "what new tokens mean: their rows are trained beside LoRA, by SFT and then by rewards",
+    "new_tokens": "what new tokens mean: their rows are trained beside LoRA, by SFT and then by GRPO",
     "instructions": "following instructions that a program can check, as in IFEval: generated prompts",
     "shapes": "questions about generated pictures, for models that read images",
     "email": "replies to e-mails, with a reward for each quality of a good reply",

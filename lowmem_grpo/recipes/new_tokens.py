@@ -3,8 +3,8 @@
     lowmem-grpo run new_tokens                                   # on a CPU: the embedded tiny model, in minutes
     lowmem-grpo run new_tokens learning_rate=1e-12 lora_rank=1   # LoRA stays as it is: only the tokens' rows learn
 
-The rows begin as the same mean of all rows, so nothing else tells the tokens apart. A few steps of SFT on solved
-problems come before GRPO, as a model that sees no difference samples none.
+The rows begin as the same mean of all rows, so nothing else tells the tokens apart. SFT on solved problems comes before
+GRPO, as a model that sees no difference samples none.
 """
 
 import re
@@ -25,22 +25,21 @@ from lowmem_grpo.rewards.texts import completion_text
 
 TOKENS = {"+": " <|plus|>", "-": " <|minus|>", "*": " <|times|>"}  # with the space before them, as words have it
 FORM = " Write each step on a line of its own, such as 4 + 3 = 7, and then Answer: and the result."  # for hub models
-RATES, TIMES = ("learning_rate", "embedding_learning_rate"), 5  # SFT has five times GRPO's
+RATES, TIMES = ("learning_rate", "embedding_learning_rate"), 3  # SFT has three times GRPO's
 DEFAULTS = USUAL | {
     "output_dir": "runs/new_tokens", "max_steps": 100, "embedding_learning_rate": 1e-3, "max_completion_length": 256,
 }
 PRESETS: Presets = {
     "cpu": Preset("tiny", 128, 16, 32, {
-        "max_steps": 20, "learning_rate": 1e-3, "embedding_learning_rate": 1e-2, "max_completion_length": 64,
-        "per_device_train_batch_size": 64, "gradient_accumulation_steps": 4, "max_grad_norm": 1.0, "save_steps": 10,
+        "max_steps": 10, "learning_rate": 1e-3, "embedding_learning_rate": 1e-2, "max_completion_length": 64,
+        "per_device_train_batch_size": 64, "gradient_accumulation_steps": 4, "max_grad_norm": 1.0, "save_steps": 5,
     }),
 } | on_cards(1024)
 
 
 @dataclass
 class NewTokensOptions(ProblemOptions):
-    eval_problems: int = 512
-    sft_steps: int = 40
+    sft_steps: int = 100
     """The number of SFT steps on solved problems before GRPO."""
 
 
@@ -83,7 +82,7 @@ def make_exam(form: str) -> Any:
     return lambda size, seed, source: make_dataset("test", size, seed, form)
 
 
-EXAM = Exam(make_exam(FORM), correct_answer, max_tokens=256, size=512, of_tiny=make_exam(""), tiny_max_tokens=64)
+EXAM = Exam(make_exam(FORM), correct_answer, max_tokens=256, of_tiny=make_exam(""), tiny_max_tokens=64)
 
 
 def run(options: NewTokensOptions) -> None:
