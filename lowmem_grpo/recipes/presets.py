@@ -149,6 +149,9 @@ def fault(options: RecipeOptions, defaults: dict[str, Any], preset: Preset) -> s
         check_stored(resolve(model), model, None, context, vision=True)
         if config.use_vllm and options.engine == TRANSFORMERS:
             return "use_vllm=true and engine=transformers contradict each other; leave one of them out"
+        if (rate := config.embedding_learning_rate) is not None and "embedding_learning_rate" not in defaults:
+            return (f"embedding_learning_rate is {rate}, and this recipe trains LoRA alone: leave it out, or give it "
+                    "in the DEFAULTS of a recipe of your own that trains an embedding")
     except (ValueError, TypeError) as error:
         return str(error)
     return ""

@@ -135,6 +135,13 @@ def test_what_was_asked_by_name_wins_a_zero_too() -> None:
         assert getattr(prepared(gpu="16", **{option: 0}), option) == 0
 
 
+def test_a_rate_of_an_embedding_is_refused_before_loading_by_recipes_that_train_none() -> None:
+    options = ArithmeticOptions(config={"embedding_learning_rate": 1e-5})
+    with pytest.raises(ValueError, match="embedding_learning_rate is 1e-05, and this recipe trains LoRA alone"):
+        module.check_setup(options, MODULES["arithmetic"].DEFAULTS, MODULES["arithmetic"].PRESETS)
+    module.check_setup(options, MODULES["new_tokens"].DEFAULTS, MODULES["new_tokens"].PRESETS)
+
+
 def test_weights_are_in_fp8_in_place_of_4_bits_and_not_in_both() -> None:
     setup = prepared(gpu="16", load_in_fp8=True)
     assert (setup.load_in_4bit, setup.load_in_fp8, setup.weights) == (False, True, "FP8")
