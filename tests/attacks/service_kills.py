@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -29,7 +30,7 @@ from safetensors.torch import load_file
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import made_for, make_server_app, open_socket
 from lowmem_grpo.server.server_dir import Database
-from lowmem_grpo.server.tinker import wire
+from lowmem_grpo.server.tinker import training, wire
 from lowmem_grpo.server.tinker.datum import as_bytes
 from lowmem_grpo.server.tinker.serving import serve_model
 from lowmem_grpo.server.users import Users
@@ -68,7 +69,9 @@ class Killed:
             os.waitpid(child, 0)
 
     def serve(self) -> None:
-        """What a forked process does; it never returns."""
+        """What a forked process does; it never returns. On a slow machine several kills may meet one request, which is
+        not their cause: no request is given up here."""
+        training.MOST_ENDS = sys.maxsize
         try:
             model = serve_model("tiny", Database(self.folder / "server.sqlite"), self.folder / "models",
                                 load_in_4bit=False, max_seq_length=64)
