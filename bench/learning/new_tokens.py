@@ -26,15 +26,16 @@ PROBLEMS, TIME_LIMIT = 256, 3600.0
 def learned(name: str, seed: int, folder: Path) -> dict[str, Any]:
     """Run the recipe, unless it has finished; return accuracies on held-out problems."""
     place = folder / f"{name}-{seed}"
-    if not (place / "adapter").is_dir():
+    told = place / "summary.json"
+    if not told.is_file() or json.loads(told.read_text())["status"] != "finished":
         row = run_recipe("new_tokens", place, [f"seed={seed}", *RUNS[name]], TIME_LIMIT)
         if "missing" in row:
             raise SystemExit(f"{name}, seed {seed}: {row['missing']}")
         if name == "both":
             append_row(RESULTS / "recipe_runs.jsonl", row | machine())
-    summary = json.loads((place / "summary.json").read_text())
-    told = ("accuracy_before", "accuracy_after_sft", "accuracy_after", "train_seconds", "steps", "sft_steps")
-    return {key: summary[key] for key in told} | dict(measured(place / "adapter", seed))
+    summary = json.loads(told.read_text())
+    kept = ("accuracy_before", "accuracy_after_sft", "accuracy_after", "train_seconds", "steps", "sft_steps")
+    return {key: summary[key] for key in kept} | dict(measured(place / "adapter", seed))
 
 
 def measured(adapter: Path, seed: int) -> Iterator[tuple[str, float]]:
