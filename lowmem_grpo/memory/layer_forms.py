@@ -8,7 +8,7 @@ from typing import Any
 
 from lowmem_grpo.memory.families import EXPERTS, Family
 
-NF4, FP8, FP8_BLOCK, BITS_16 = "nf4", "fp8", "fp8-block", "16bit"  # how weights are stored, see FORMS
+NF4, FP8, FP8_BLOCK, MXFP4, BITS_16 = "nf4", "fp8", "fp8-block", "mxfp4", "16bit"  # how weights are stored, see FORMS
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights per scale, and scales per nested scale
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's code table, that of the quantized scales, and their offset
 GLOBAL_HEAD = 512  # default head size of Gemma 4's layers without a window
@@ -77,6 +77,7 @@ FORMS = {
         "FP8, a scale for each block", 8,
         lambda linear: linear.weights + 4 * -(-linear.rows // 128) * -(-linear.columns // 128),
         instructions=DECODE_INSTRUCTIONS[FP8], experts=False),
+    MXFP4: WeightForm("MXFP4", 4, lambda linear: -(-linear.weights // 2) + -(-linear.weights // 32)),
     BITS_16: WeightForm("16 bits", 16, lambda linear: 2 * linear.weights),
 }
 
