@@ -37,7 +37,7 @@ def gpt_oss_model(seed: int = 0, **options: Any) -> GptOssForCausalLM:
 
 
 def gpt_oss_tokenizer() -> Any:
-    """Return the tokenizer of the package's tiny model with Harmony's special tokens, and TRL's template for gpt-oss."""
+    """Return the tokenizer of the package's tiny model with Harmony's special tokens and TRL's template for gpt-oss."""
     tokenizer = AutoTokenizer.from_pretrained(str(files("lowmem_grpo") / "assets" / "tiny"))
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS, "eos_token": "<|return|>"})
     tokenizer.chat_template = (files("trl") / "chat_templates" / "gptoss.jinja").read_text()
