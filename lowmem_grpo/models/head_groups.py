@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem_grpo.kernels.custom_op import once_differentiable
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, slice], Tensor]  # the query heads' places in the layer are given last
 
 
 class HeldFunction(torch.autograd.Function):
@@ -46,7 +46,7 @@ class HeadGroupsFunction(torch.autograd.Function):
         ctx.held, ctx.attend, ctx.groups = held, attend, groups
         result = laid_by_tokens(query)
         for asked, own in ranges(query.shape[1], key.shape[1], groups):
-            result[:, asked] = attend(query[:, asked], key[:, own], value[:, own])
+            result[:, asked] = attend(query[:, asked], key[:, own], value[:, own], asked)
         return result
 
     @staticmethod
@@ -58,7 +58,7 @@ class HeadGroupsFunction(torch.autograd.Function):
             places = (asked, own, own)
             with torch.enable_grad(), saved_tensors_hooks(*[lambda tensor: tensor] * 2):  # overrides hooks that offload
                 parts = [whole.detach()[:, place].requires_grad_() for whole, place in zip(heads, places, strict=True)]
-                result = ctx.attend(*parts)
+                result = ctx.attend(*parts, asked)
             of_group = torch.autograd.grad(result, parts, grad[:, asked])
             for whole, place, part in zip(grads, places, of_group, strict=True):
                 whole[:, place] = part
@@ -68,9 +68,9 @@ class HeadGroupsFunction(torch.autograd.Function):
 
 
 def by_head_groups(query: Tensor, key: Tensor, value: Tensor, attend: Attend, groups: int) -> Tensor:
-    """Return `attend(query, key, value)` (S, H, Q, K), whose backward pass takes the heads in `groups` parts, at most
-    one per key head. query is (S, H, Q, K), key and value (S, H_kv, L, K). `attend` must draw no random numbers. A
-    second derivative raises RuntimeError."""
+    """Return `attend(query, key, value, slice(H))` (S, H, Q, K), whose backward pass takes the heads in `groups` parts,
+    at most one per key head. query is (S, H, Q, K), key and value (S, H_kv, L, K). `attend` must draw no random
+    numbers. A second derivative raises RuntimeError."""
     heads = HeldFunction.apply(query, key, value)
     held = next(part.grad_fn for part in heads if part.requires_grad)
     result: Tensor = HeadGroupsFunction.apply(*heads, held, attend, groups)

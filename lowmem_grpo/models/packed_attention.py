@@ -7,7 +7,7 @@ blocks and all layers. memory/cutting.py decides when prompts are computed once,
 
 from collections import UserDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from lowmem_grpo.kernels.custom_op import once_differentiable
 from lowmem_grpo.kernels.packed_to_padded import packed_to_padded, padded_to_packed
 from lowmem_grpo.memory.cutting import ALIGNED, prompts_once, window_block, window_reach
+from lowmem_grpo.models.attention_sinks import as_autocast, attention_with_sinks
 from lowmem_grpo.models.head_groups import by_head_groups
 from lowmem_grpo.types import MicroBatch
 
@@ -74,9 +75,10 @@ class FirstKeys(UserDict):
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float | None,
-                     dropout: float, sliding_window: int | None) -> Tensor:
-    """Return causal attention within each packed sequence, from (1, H, T, K) to (1, T, H, K)."""
-    causal = Causal(scaling, dropout, sliding_window, layout.width, layout.masks, layout.head_groups)
+                     dropout: float, sliding_window: int | None, sinks: Tensor | None = None) -> Tensor:
+    """Return causal attention within each packed sequence, from (1, H, T, K) to (1, T, H, K), with the heads' `sinks`
+    (H,) if they have some."""
+    causal = Causal(scaling, dropout, sliding_window, layout.width, layout.masks, layout.head_groups, sinks)
     if layout.once:
         return each_prompt_once(query, key, value, layout.prompts, causal)
     return layout.gather(causal(*layout.scatter(query, key, value)))
@@ -84,7 +86,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLa
 
 @dataclass(frozen=True)
 class Causal:
-    """Causal attention of the last Q of L tokens, with an optional sliding window."""
+    """Causal attention of the last Q of L tokens, with an optional sliding window and sinks."""
 
     scaling: float | None
     dropout: float
@@ -92,6 +94,7 @@ class Causal:
     width: int  # tokens of the longest sequence, W
     masks: Masks
     head_groups: int = 1
+    sinks: Tensor | None = None  # (H,), a logit per head
 
     @property
     def reach(self) -> int:
@@ -102,8 +105,13 @@ class Causal:
         the recomputation in backward would draw other random numbers."""
         if self.head_groups > 1 and not self.dropout and torch.is_grad_enabled() and query.requires_grad:
             query, key, value = as_autocast(query, key, value)
-            return by_head_groups(query, key, value, self.attend, self.head_groups)
+            return by_head_groups(query, key, value, self.of_heads, self.head_groups)
         return self.attend(query, key, value)
+
+    def of_heads(self, query: Tensor, key: Tensor, value: Tensor, heads: slice) -> Tensor:
+        """Compute attention for the given heads, which are `heads` of the layer's query heads."""
+        causal = self if self.sinks is None else replace(self, sinks=self.sinks[heads])
+        return causal.attend(query, key, value)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute attention for all given heads at once, with the shapes of `__call__`."""
@@ -146,6 +154,8 @@ class Causal:
 
     def fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
         """Call torch's fused attention, with keys and values repeated if its kernel does not support shared heads."""
+        if self.sinks is not None:
+            return attention_with_sinks(query, key, value, self.sinks[:, None], mask, is_causal, self.scaling)
         groups, masked = query.shape[1] // key.shape[1], mask is not None and not isinstance(mask, CausalBias)
         if groups > 1 and not shares_key_heads(query.device, query.dtype, masked, query.shape[3]):
             key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
@@ -232,14 +242,6 @@ def window_mask(queries: int, keys: int, window: int, device: torch.device) -> T
     seen = torch.arange(keys, device=device, dtype=torch.int32)
     behind = seen[keys - queries :, None]
     return (seen <= behind) & (seen > behind - window)
-
-
-def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors in autocast's dtype if autocast is on, as torch's own attention does."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 def shares_key_heads(device: torch.device, dtype: torch.dtype, masked: bool, size: int) -> bool:

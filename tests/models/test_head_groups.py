@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -109,9 +110,9 @@ def test_what_is_computed_again_before_attention_ends_there_and_attention_runs_a
     (query, key, value), grad = made(4, 2, 6, torch.float32)
     causal, calls = Causal(None, 0.0, None, 6, {}), []
 
-    def attend(*heads: Tensor) -> Tensor:
+    def attend(*heads: Any) -> Tensor:
         calls.append("attention")
-        return causal.attend(*heads)
+        return causal.of_heads(*heads)
 
     def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         calls.append("before")
@@ -130,7 +131,7 @@ def test_what_is_computed_again_before_attention_ends_there_and_attention_runs_a
 def test_keys_that_take_no_gradient_get_none() -> None:
     (query, key, value), grad = made(4, 2, 6, torch.float32)
     key = key.detach()
-    result = by_head_groups(query, key, value, Causal(None, 0.0, None, 6, {}).attend, 2)
+    result = by_head_groups(query, key, value, Causal(None, 0.0, None, 6, {}).of_heads, 2)
     result.backward(grad.transpose(1, 2))
     assert query.grad is not None and value.grad is not None and key.grad is None
 
