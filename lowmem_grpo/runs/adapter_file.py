@@ -24,6 +24,7 @@ from lowmem_grpo import utils
 from lowmem_grpo.config.beside_lora import ROWS, accepts, base_names, faults_beside, last_parts
 from lowmem_grpo.config.loading import LORA
 from lowmem_grpo.config.unsupported import is_off
+from lowmem_grpo.runs.expert_names import named_in_model, settings_in_model
 from lowmem_grpo.runs.saved_adapter import ADAPTER_FILE, AdapterError, adapter_settings, check_adapter_folder
 
 PREFIX = "base_model.model."  # PEFT's prefix of module names
@@ -75,11 +76,14 @@ def base_matrices(folder: Path) -> dict[str, Tensor]:
 def read_all(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str, Tensor]]:
     """Return the PEFT config, the trained tensors, and the base's matrices."""
     check_adapter_folder(folder)
-    config = lora_config(adapter_settings(folder), folder)
+    settings = adapter_settings(folder)
     try:
-        tensors = load_file(folder / ADAPTER_FILE)
+        stored = load_file(folder / ADAPTER_FILE)
     except (ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {error}; use an older checkpoint") from error
+    tensors = named_in_model(stored, settings, folder)
+    layers = [layer.removeprefix(PREFIX) for layer in layers_of(tensors)]
+    config = lora_config(settings_in_model(settings, layers), folder)
     check_patterns(config, layers_of(tensors), f"the adapter in {folder}")
     of_base = base_names(tensors, bool(config.modules_to_save))
     trained = {name: tensor for name, tensor in tensors.items() if name not in of_base}
@@ -310,7 +314,7 @@ def problems(parts: dict[str, Tensor], layer: Any, config: LoraConfig, rank: int
     elif (a.shape[1], len(b)) != (layer.in_features, layer.out_features):
         yield (f"takes {a.shape[1]} numbers and gives {len(b)}, where this model's layer takes {layer.in_features} and "
                f"gives {layer.out_features}: it was trained on another base model")
-    elif len(a) != rank:
+    elif len(a) != rank * getattr(layer.base_layer, "experts", 1):
         yield f"has rank {len(a)} and adapter_config.json says r={rank}; one file is of another adapter"
     if config.use_dora and magnitude is None:
         yield ("has no lora_magnitude_vector although adapter_config.json says use_dora: without its magnitudes DoRA "

@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.runs import checkpoint_state
 from lowmem_grpo.runs.checkpoint_state import FORMAT, adapter_tensors, decode, load_tensors
+from lowmem_grpo.runs.expert_names import named_in_model
 from lowmem_grpo.runs.files import aside_of, flush, free_bytes, move, refused, remove, removed_after, swap_in
 from lowmem_grpo.runs.records import FINAL, json_object
 from lowmem_grpo.runs.saved_adapter import (
@@ -98,10 +99,11 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
     verify(folder)
     with trusted(folder):
         content = json_object((folder / "state.json").read_bytes())
-        adapter, held = load_file(folder / ADAPTER_FILE), adapter_tensors(model)
+        settings, config = adapter_settings(folder), model.peft_config[checkpoint_state.ADAPTER]
+        held = adapter_tensors(model)
+        adapter = named_in_model(load_file(folder / ADAPTER_FILE), settings, folder)
         check_fits(folder, content, optimizer)
         check_adapter(folder, adapter, held)
-        settings, config = adapter_settings(folder), model.peft_config[checkpoint_state.ADAPTER]
         check_scaling(settings, config, folder)
         saved, own = content.get("base"), checkpoint_state.base_digest(model)
         if saved not in (None, own):  # older checkpoints have none
@@ -136,7 +138,8 @@ def trusted(folder: Path, *own: type[Exception]) -> Iterator[None]:
 def load_weights(folder: Path, model: PeftModel) -> None:
     """Load only the adapter weights of a checkpoint; CheckpointError if the checkpoint is damaged or does not fit."""
     verify(folder)
-    adapter, held = load_file(folder / ADAPTER_FILE), adapter_tensors(model)
+    held = adapter_tensors(model)
+    adapter = named_in_model(load_file(folder / ADAPTER_FILE), adapter_settings(folder), folder)
     check_adapter(folder, adapter, held)
     for name, tensor in held.items():
         tensor.copy_(adapter[name])

@@ -20,12 +20,14 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from lowmem_grpo.kernels.fp8 import fp8_quantize
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight, frozen_weight
+from lowmem_grpo.kernels.mxfp4 import BLOCK, MXFP4Weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.memory.families import STORED_VISION, has_experts, reads_images
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8_BLOCK, NF4
 from lowmem_grpo.models.expert_loading import quantized_stack
 from lowmem_grpo.models.experts import STACKS, ExpertStack
-from lowmem_grpo.models.fp8_layers import BLOCK, OF_ACTIVATIONS, scale_of
+from lowmem_grpo.models.fp8_layers import BLOCK as FP8_SIZES
+from lowmem_grpo.models.fp8_layers import OF_ACTIVATIONS, scale_of
 from lowmem_grpo.models.fp8_layers import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.gguf_file import GGUFTensor, gguf_tensors
 from lowmem_grpo.models.pretrained import attention_of, class_of, nf4
@@ -40,9 +42,11 @@ PARTS = ".weight."  # a 4-bit weight has `q_proj.weight.absmax` beside `q_proj.w
 STATE = ".quant_state.bitsandbytes__"
 INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
             "BOOL": torch.bool}  # safetensors' names; all other dtypes are floating point
+CODES, SCALES = "_blocks", "_scales"  # ends of the names of the two tensors of experts in MXFP4
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 BLOCK_ROWS = 64  # multiples of this many rows, of any width, end at an NF4 block's end
 Rows = Callable[[int, int], Tensor]  # (start, stop) -> (stop - start, ...)
+Parts = Callable[[int, int], FrozenWeight]  # the same of experts: (start, stop) -> (stop - start) * out, in
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Weight:
     open: Callable[[], Rows]
     step: int = 1  # a reader can only start at multiples of this many rows
     trained: bool = False  # has an adapter's own values, whole or in some rows
+    packed: Parts | None = None  # of a stack of experts in MXFP4
 
     @property
     def module(self) -> str:
@@ -112,6 +117,19 @@ def expert_weights(name: str, stack: FrozenStack) -> Iterator[Weight]:
             yield live_weight(own, whole.rows(place * size, (place + 1) * size))
 
 
+def stack_weight(name: str, shape: tuple[int, int, int], dtype: torch.dtype, open_parts: Callable[[], Parts],
+                 packed: bool) -> Weight:
+    """Return E matrices (out, in) of experts, `shape` (E, out, in), as transformers has gpt-oss's: (E, in, out)."""
+    experts, out, columns = shape
+
+    def opened() -> Rows:
+        parts = open_parts()
+        return lambda start, stop: quantized_rows(parts(start, stop))(0, (stop - start) * out).view(
+            -1, out, columns).mT
+
+    return Weight(name, (experts, columns, out), dtype, opened, packed=open_parts() if packed else None)
+
+
 def live_weight(name: str, tensor: Any) -> Weight:
     """Return a tensor, a Params4bit or a FrozenWeight of a loaded model; quantized values are read in float32."""
     weight = frozen_weight(tensor)
@@ -164,7 +182,7 @@ class TensorFiles:
         def read() -> FrozenWeight:
             tensor = self.read(name).to(self.dtype)
             if form != NF4:
-                return fp8_quantize(tensor, BLOCK if form == FP8_BLOCK else None)
+                return fp8_quantize(tensor, FP8_SIZES if form == FP8_BLOCK else None)
             param: Any = Params4bit(tensor, requires_grad=False, quant_type="nf4", compress_statistics=True,
                                     blocksize=64)
             return NF4Weight.from_bitsandbytes(param.to(self.device))
@@ -196,6 +214,20 @@ class TensorFiles:
         return self.quantized(name, shape, 1, lambda: stored_weight_in_fp8(
             self.read(name), self.read(scale), block or (1, shape[1]), self.dtype))
 
+    def in_mxfp4(self, name: str) -> Weight:
+        """Return a stack of experts that is stored in MXFP4, in blocks of codes (E, out, in / 32, 16) and their scales
+        (E, out, in / 32)."""
+        experts, out, blocks = self.shape(f"{name}{SCALES}")
+
+        def part(start: int, stop: int) -> MXFP4Weight:
+            codes, scales = (self.slice(f"{name}{each}")[start:stop].to(self.device) for each in (CODES, SCALES))
+            try:
+                return MXFP4Weight.from_codes(codes.flatten(0, 1), scales.flatten(0, 1), self.dtype)
+            except ValueError as error:
+                raise ValueError(f"{self.places[name + CODES]}: {name}: {error}. Fetch the model again") from error
+
+        return stack_weight(name, (experts, out, blocks * BLOCK), self.dtype, lambda: part, packed=True)
+
     def expert(self, name: str, stack: Callable[[str, str], FrozenStack]) -> Weight:
         """Return one matrix of one expert with its NF4 values, from `stack(path of the experts, kind)`."""
         path, number, part, _ = name.rsplit(".", 3)
@@ -225,12 +257,14 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
     whole = {name for name in files.places if name.partition(PARTS)[0] == name}
     in_4_bit = {name for name in whole if f"{name}.absmax" in files.places}
     in_fp8 = {name: scale for name in whole if name.endswith(".weight") and (scale := scale_of(name, files.places))}
-    beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(OF_ACTIVATIONS))}
+    in_mxfp4 = {name.removesuffix(SCALES) for name in whole if f"{name.removesuffix(SCALES)}{CODES}" in whole}
+    beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(OF_ACTIVATIONS)),
+              *(f"{name}{part}" for name in in_mxfp4 for part in (CODES, SCALES))}
     modules = set() if form == BITS_16 or in_4_bit or in_fp8 else linears_to_quantize(config, dtype)
     names = names or (STORED_VISION if config is not None and reads_images(config) else {})
     stack = lru_cache(len(STACKS))(files.expert_stack)  # keeps the last stacks, those of one layer
     weights = []
-    for name in sorted(whole - beside):
+    for name in sorted(whole - beside | in_mxfp4):
         plain = text_name(name, names)
         if plain is None:
             continue
@@ -238,6 +272,8 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
             weight = files.in_4bit(name)
         elif name in in_fp8:
             weight = files.in_fp8(name, in_fp8[name], block_of(quantization_of(config) or {}))
+        elif name in in_mxfp4:
+            weight = files.in_mxfp4(name)
         elif form == NF4 and has_experts(config) and EXPERT.fullmatch(name):
             weight = files.expert(name, stack)
         elif plain.endswith(".weight") and plain.rpartition(".")[0] in modules:

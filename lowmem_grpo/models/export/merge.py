@@ -31,6 +31,7 @@ from lowmem_grpo.runs.adapter_file import (
     refuse_variants,
     scaling_of,
 )
+from lowmem_grpo.runs.expert_names import is_stack
 from lowmem_grpo.runs.saved_adapter import AdapterError
 
 SHARD_BYTES = 2**30
@@ -40,14 +41,25 @@ OTHERWISE = 1e-3  # share of elements that float32 may round to the neighbouring
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The LoRA update of one weight (out, in): scaling * b @ a."""
+    """The LoRA update of one weight (out, in): scaling * b @ a. Or that of a stack of E experts (E, in, out)."""
 
-    a: Tensor  # (r, in)
-    b: Tensor  # (out, r)
+    a: Tensor  # (r, in); of a stack (E r, in), expert by expert
+    b: Tensor  # (out, r); of a stack (out, r E), with each expert in every E-th column
     scaling: float
+    experts: int = 0  # E; 0: the weight is no stack
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        matrix = self.b.shape[0], self.a.shape[1]
+        return (self.experts, *matrix[::-1]) if self.experts else matrix
 
     def rows(self, start: int, stop: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return rows `start` to `stop` of the update, (stop - start, in)."""
+        """Return rows `start` to `stop` of the update, (stop - start, in); of a stack, experts (stop - start, in, out).
+        """
+        if self.experts:
+            a = self.a.unflatten(0, (self.experts, -1))[start:stop].to(device, dtype)
+            b = self.b.unflatten(1, (-1, self.experts))[..., start:stop].to(device, dtype)
+            return (a.mT @ b.permute(2, 1, 0)).mul_(self.scaling)
         b, a = self.b[start:stop].to(device, dtype), self.a.to(device, dtype)
         return (b @ a).mul_(self.scaling)
 
@@ -66,10 +78,12 @@ def pairs_of(config: LoraConfig, tensors: dict[str, Tensor], folder: Path) -> di
         if a is None or b is None or a.ndim != 2 or b.ndim != 2 or parts:
             raise AdapterError(f"the adapter in {folder} has not just one lora_A and one lora_B matrix for {module}; "
                                "only LoRA on linear layers is merged")
-        if {len(a), b.shape[1]} != {rank_of(config, module)}:
+        rank = rank_of(config, module)
+        experts = len(a) // rank if is_stack(module) else 0
+        if {len(a), b.shape[1]} != {rank * (experts or 1)}:
             raise AdapterError(f"the adapter in {folder} has rank {len(a)} and {b.shape[1]} in {module}, and "
-                               f"adapter_config.json says r={rank_of(config, module)}; one file is of another adapter")
-        pairs[module.removeprefix(PREFIX)] = LoraPair(a, b, scaling_of(config, module))
+                               f"adapter_config.json says r={rank}; one file is of another adapter")
+        pairs[module.removeprefix(PREFIX)] = LoraPair(a, b, scaling_of(config, module), experts)
     return checked(pairs, str(folder))
 
 
@@ -86,7 +100,8 @@ def live_pairs(model: Any) -> dict[str, LoraPair]:
                                "(model.unmerge_adapter()), or choose one adapter (model.set_adapter)")
         if active:
             a, b = (factor[active[0]].weight.detach() for factor in (layer.lora_A, layer.lora_B))
-            pairs[name] = LoraPair(a, b, float(layer.scaling[active[0]]))
+            experts = getattr(layer.get_base_layer(), "experts", 0)
+            pairs[name] = LoraPair(a, b, float(layer.scaling[active[0]]), experts)
     return checked(pairs, "the model")
 
 
@@ -148,17 +163,16 @@ def split_of(weights: list[Weight], dtype: torch.dtype, shard_bytes: int) -> Sta
 
 
 def pair_of(weight: Weight, pairs: dict[str, LoraPair]) -> LoraPair | None:
-    return pairs.get(weight.module) if weight.name.endswith(".weight") else None
+    return pairs.get(weight.name.removesuffix(".weight"))
 
 
 def check_layers(weights: list[Weight], pairs: dict[str, LoraPair]) -> None:
     """Raise MergeError if a layer of the adapter is not in the model, or has another shape."""
-    shapes = {weight.module: weight.shape for weight in weights if weight.name.endswith(".weight")}
+    shapes = {weight.name.removesuffix(".weight"): weight.shape for weight in weights}
     for name, pair in pairs.items():
-        wanted = (pair.b.shape[0], pair.a.shape[1])
-        if shapes.get(name) != wanted:
+        if shapes.get(name) != pair.shape:
             own = f"{shapes[name]} in the base model" if name in shapes else "not in the base model"
-            raise MergeError(f"the adapter's layer {name}, {wanted}, is {own}: the adapter was trained on another "
+            raise MergeError(f"the adapter's layer {name}, {pair.shape}, is {own}: the adapter was trained on another "
                              "model. Name the right one with --base")
 
 
