@@ -3,13 +3,17 @@
     swiglu           act(g) = g * sigmoid(g)                                                 LlamaMLP, Qwen3MLP, Phi3MLP
     geglu            act(g) = g * (1 + tanh u) / 2,  u = sqrt(2 / pi) (g + 0.044715 g^3)     Gemma3MLP
     geglu, "none"    act(g) = g * (1 + erf(g / sqrt 2)) / 2
+    ClampedSwiGLU    h = (clamp(up, -limit, limit) + 1) * c * sigmoid(alpha c),  c = min(g, limit)    GptOssExperts
     backward         grad_gate = grad * up * act'(gate);  grad_up = grad * act(gate)
 
 gate, up and h are (N, F) here, (..., F) for callers (Shazeer, arXiv 2002.05202). As in transformers the activation is
 rounded to the dtype before the product. Only gate and up are kept; backward computes the activation again.
+`ClampedSwiGLU` reads gate and up from alternating columns, and has no autograd function: `routed_experts` calls it.
 """
 
+from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +22,54 @@ from lowmem_grpo.kernels.custom_op import check_tensors, custom_op, once_differe
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
 APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # by activation: torch's name of its approximation
+CLAMPED = "clamped"  # what operations and kernels call a ClampedSwiGLU
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The activation of gpt-oss's experts, of which gate has the even columns and up the odd ones. Beyond the limits
+    gate and up get no gradient. ValueError if the limit is not positive."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        if not self.limit > 0:
+            raise ValueError(f"limit is {self.limit!r}; it must be positive")
+
+
+Activation = str | ClampedSwiGLU
+
+
+def named(activation: Activation) -> tuple[str, float, float]:
+    """Return name, alpha and limit, as operations take them."""
+    if isinstance(activation, ClampedSwiGLU):
+        return CLAMPED, float(activation.alpha), float(activation.limit)
+    return activation, 0.0, 0.0
+
+
+def activation_named(name: str, alpha: float, limit: float) -> Activation:
+    """Return the activation: the inverse of `named`."""
+    return ClampedSwiGLU(alpha, limit) if name == CLAMPED else name
+
+
+def step_of(activation: Activation) -> int:
+    """Return how far apart the columns of gate, and those of up, lie in memory."""
+    return 2 if isinstance(activation, ClampedSwiGLU) else 1
+
+
+def gate_and_up(both: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """Return gate and up (..., F), views of both (..., 2 F)."""
+    return (both[..., ::2], both[..., 1::2]) if isinstance(activation, ClampedSwiGLU) else halves(both)
+
+
+def gated_ref(both: Tensor, activation: Activation) -> Tensor:
+    """Compute h (..., F) from gate and up in one tensor (..., 2 F) in plain torch."""
+    gate, up = gate_and_up(both, activation)
+    if not isinstance(activation, ClampedSwiGLU):
+        return activate_ref(gate, activation) * up
+    gate = gate.clamp(max=activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up.clamp(-activation.limit, activation.limit) + 1)
 
 
 def swiglu_ref(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -50,6 +102,24 @@ def gradients_ref(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
     return grad_gate.to(gate.dtype), grad * activated, activated * up
 
 
+def clamped_ref(gate: Tensor, up: Tensor, alpha: float, limit: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return act(gate), act'(gate) and the clamped up plus one, in float32 or float64; act(gate) is rounded."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    gate, kind = gate.to(wide).clamp(max=limit), gate.dtype
+    share = torch.sigmoid(alpha * gate)
+    activated = (gate * share).to(kind).to(wide)
+    return activated, share * (1 + alpha * gate * (1 - share)), up.to(wide).clamp(-limit, limit) + 1
+
+
+def clamped_gradients_ref(
+    grad: Tensor, gate: Tensor, up: Tensor, alpha: float, limit: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (grad_gate, grad_up, h) of a ClampedSwiGLU, in float32 or float64."""
+    activated, slope, factor = clamped_ref(gate, up, alpha, limit)
+    grad_up = (grad * activated).where(up.abs() <= limit, 0)
+    return (grad * factor * slope).where(gate <= limit, 0), grad_up, activated * factor
+
+
 def launch_rule(columns: int) -> Launch:
     """Return a launch of 1,024 entries per program. No two threads share an entry, so writing in place is safe."""
     block = 1024 if columns > 256 else 256 if columns > 64 else 64
@@ -67,9 +137,12 @@ def tile(N, F, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
 
 
 @triton.jit
-def activate(gate, ACTIVATION: tl.constexpr):
+def activate(gate, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr):
     """Return act(gate) and act'(gate) in float32."""
-    if ACTIVATION == "silu":
+    if ACTIVATION == "clamped":
+        share = tl.sigmoid(ALPHA * gate)
+        slope = share * (1 + ALPHA * gate * (1 - share))
+    elif ACTIVATION == "silu":
         share = tl.sigmoid(gate)
         slope = share * (1 + gate * (1 - share))
     elif ACTIVATION == "gelu_tanh":
@@ -82,47 +155,69 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def clamped(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
+    """Return the values that a ClampedSwiGLU uses in place of gate and up; NaN stays NaN. Others use them unchanged."""
+    if ACTIVATION == "clamped":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
+    return gate, up
+
+
+@triton.jit
 def glu_fwd_kernel(
-    gate_ptr, up_ptr, out_ptr, N, F, gate_stride, up_stride, out_stride,
-    ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+    gate_ptr, up_ptr, out_ptr, N, F, gate_stride, up_stride, out_stride, ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
 ):
     rows, columns, inside = tile(N, F, BLOCK_N, BLOCK_F)
-    gate = tl.load(gate_ptr + rows * gate_stride + columns, mask=inside, other=0.0)
-    up = tl.load(up_ptr + rows * up_stride + columns, mask=inside, other=0.0)
-    activated, _ = activate(gate.to(tl.float32), ACTIVATION)
-    out = activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    gate = tl.load(gate_ptr + rows * gate_stride + columns * STEP, mask=inside, other=0.0)
+    up = tl.load(up_ptr + rows * up_stride + columns * STEP, mask=inside, other=0.0)
+    used, factor = clamped(gate.to(tl.float32), up.to(tl.float32), ACTIVATION, LIMIT)
+    activated, _ = activate(used, ACTIVATION, ALPHA)
+    out = activated.to(gate.dtype).to(tl.float32) * factor
     tl.store(out_ptr + rows * out_stride + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def glu_bwd_kernel(
     grad_ptr, gate_ptr, up_ptr, grad_gate_ptr, grad_up_ptr, product_ptr, N, F,
-    grad_stride, gate_stride, up_stride, grad_gate_stride, grad_up_stride,
-    ACTIVATION: tl.constexpr, HAS_PRODUCT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+    grad_stride, gate_stride, up_stride, grad_gate_stride, grad_up_stride, ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr, HAS_PRODUCT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
 ):
     rows, columns, inside = tile(N, F, BLOCK_N, BLOCK_F)
     grad = tl.load(grad_ptr + rows * grad_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + rows * gate_stride + columns, mask=inside, other=0.0)
-    up = tl.load(up_ptr + rows * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    activated, slope = activate(gate.to(tl.float32), ACTIVATION)
+    gate = tl.load(gate_ptr + rows * gate_stride + columns * STEP, mask=inside, other=0.0)
+    up = tl.load(up_ptr + rows * up_stride + columns * STEP, mask=inside, other=0.0).to(tl.float32)
+    used, factor = clamped(gate.to(tl.float32), up, ACTIVATION, LIMIT)
+    activated, slope = activate(used, ACTIVATION, ALPHA)
     activated = activated.to(gate.dtype).to(tl.float32)
     kind: tl.constexpr = grad_gate_ptr.dtype.element_ty
-    tl.store(grad_gate_ptr + rows * grad_gate_stride + columns, (grad * up * slope).to(kind), mask=inside)
-    tl.store(grad_up_ptr + rows * grad_up_stride + columns, (grad * activated).to(kind), mask=inside)
+    grad_gate, grad_up = grad * factor * slope, grad * activated
+    if ACTIVATION == "clamped":
+        grad_gate = tl.where(gate.to(tl.float32) <= LIMIT, grad_gate, 0.0)
+        grad_up = tl.where(tl.abs(up) <= LIMIT, grad_up, 0.0)
+    tl.store(grad_gate_ptr + rows * grad_gate_stride + columns * STEP, grad_gate.to(kind), mask=inside)
+    tl.store(grad_up_ptr + rows * grad_up_stride + columns * STEP, grad_up.to(kind), mask=inside)
     if HAS_PRODUCT:
-        tl.store(product_ptr + rows * grad_stride + columns, (activated * up).to(kind), mask=inside)
+        tl.store(product_ptr + rows * grad_stride + columns, (activated * factor).to(kind), mask=inside)
 
 
 def launch_bwd(
-    grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, activation: str, product: bool
+    grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, compiled: dict[str, Any],
+    product: bool,
 ) -> None:
     """Write grad_gate and grad_up, possibly over gate and up. With `product`, write act(gate) * up over `grad`."""
     rows, columns = gate.shape
     launch = launch_rule(columns)
     glu_bwd_kernel[grid(rows, columns, launch)](
         grad, gate, up, grad_gate, grad_up, grad, rows, columns, grad.stride(0), gate.stride(0), up.stride(0),
-        grad_gate.stride(0), grad_up.stride(0), ACTIVATION=activation, HAS_PRODUCT=product, **launch.options,
+        grad_gate.stride(0), grad_up.stride(0), HAS_PRODUCT=product, **compiled, **launch.options,
     )
+
+
+def compiled_for(activation: str, alpha: float = 0.0, limit: float = 0.0) -> dict[str, Any]:
+    """Return the compile-time values of an activation; those of a ClampedSwiGLU stand in every second column."""
+    return {"ACTIVATION": activation, "ALPHA": alpha, "LIMIT": limit, "STEP": 1 + (activation == CLAMPED)}
 
 
 def grid(rows: int, columns: int, launch: Launch) -> tuple[int]:
@@ -134,13 +229,14 @@ def new_gradients(gate: Tensor, fused: bool) -> list[Tensor]:
     return [gate.new_empty(len(gate), 2 * gate.shape[1])] if fused else [gate.new_empty(gate.shape) for _ in range(2)]
 
 
-def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) * up, (N, F)."""
-    rows, columns = gate.shape
-    gate, up, out = rows_of(gate), rows_of(up), gate.new_empty(gate.shape)
+def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    """Return h (N, F)."""
+    (rows, columns), compiled = gate.shape, compiled_for(activation, alpha, limit)
+    gate, up = (rows_of(part, compiled["STEP"]) for part in (gate, up))
+    out = gate.new_empty(gate.shape)
     launch = launch_rule(columns)
     glu_fwd_kernel[grid(rows, columns, launch)](
-        gate, up, out, rows, columns, gate.stride(0), up.stride(0), out.stride(0), ACTIVATION=activation,
+        gate, up, out, rows, columns, gate.stride(0), up.stride(0), out.stride(0), **compiled,
         **launch.options,
     )
     return out
@@ -148,16 +244,21 @@ def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def glu_bwd_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
     gradients = new_gradients(gate, fused)
-    launch_bwd(rows_of(grad), rows_of(gate), rows_of(up), *halves(*gradients), activation, product=False)
+    launch_bwd(rows_of(grad), rows_of(gate), rows_of(up), *halves(*gradients), compiled_for(activation), product=False)
     return gradients
 
 
-def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    launch_bwd(grad, gate, up, gate, up, activation, product=True)
+def glu_bwd_all_triton(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str, alpha: float = 0.0, limit: float = 0.0
+) -> None:
+    launch_bwd(grad, gate, up, gate, up, compiled_for(activation, alpha, limit), product=True)
 
 
-def glu_fwd_cpu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return act(gate) * up, (N, F)."""
+def glu_fwd_cpu(gate: Tensor, up: Tensor, activation: str, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    """Return h (N, F)."""
+    if activation == CLAMPED:
+        activated, _, factor = clamped_ref(gate, up, alpha, limit)
+        return activated.mul_(factor).to(gate.dtype)
     return activate_ref(gate, activation).mul_(up).contiguous()  # in one buffer
 
 
@@ -168,12 +269,16 @@ def glu_bwd_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: 
     return gradients
 
 
-def glu_bwd_all_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    for target, values in zip((gate, up, grad), gradients_ref(grad, gate, up, activation), strict=True):
+def glu_bwd_all_cpu(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str, alpha: float = 0.0, limit: float = 0.0
+) -> None:
+    found = (clamped_gradients_ref(grad, gate, up, alpha, limit) if activation == CLAMPED
+             else gradients_ref(grad, gate, up, activation))
+    for target, values in zip((gate, up, grad), found, strict=True):
         target.copy_(values)
 
 
-glu_fwd = custom_op("glu_fwd", glu_fwd_cpu, glu_fwd_triton, fake=lambda gate, up, _: gate.new_empty(gate.shape))
+glu_fwd = custom_op("glu_fwd", glu_fwd_cpu, glu_fwd_triton, fake=lambda gate, *_: gate.new_empty(gate.shape))
 glu_bwd = custom_op(
     "glu_bwd", glu_bwd_cpu, glu_bwd_triton, fake=lambda _grad, gate, _up, _name, fused: new_gradients(gate, fused)
 )
@@ -214,22 +319,24 @@ def glu(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
     return GLUFunction.apply(rows_of(gate), None if up is None else rows_of(up), activation).view(shape)
 
 
-def glu_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return act(gate) * up without autograd; gate, up (..., F); activation "silu", "gelu_tanh" or "gelu"."""
+def glu_forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """Return h without autograd; gate, up (..., F); activation "silu", "gelu_tanh", "gelu" or a ClampedSwiGLU."""
     check_arguments(gate, up, activation)
     if not gate.numel():
         return gate.new_empty(gate.shape)
-    return glu_fwd(rows_of(gate), rows_of(up), activation).view(gate.shape)
+    step = step_of(activation)
+    return glu_fwd(rows_of(gate, step), rows_of(up, step), *named(activation)).view(gate.shape)
 
 
-def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Write grad_gate over gate, grad_up over up and act(gate) * up over grad, all (..., F), in one pass without
-    autograd. The down projection's weight gradient needs the product."""
+def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> None:
+    """Write grad_gate over gate, grad_up over up and h over grad, all (..., F), in one pass without autograd. The
+    down projection's weight gradient needs h."""
     check_arguments(gate, up, activation)
     check_arguments(gate, grad, activation)
     if gate.numel():
-        rows = (rows_in_place(name, x) for name, x in (("grad", grad), ("gate", gate), ("up", up)))
-        glu_bwd_all(*rows, activation)
+        step = step_of(activation)
+        rows = (rows_in_place(*one) for one in (("grad", grad, 1), ("gate", gate, step), ("up", up, step)))
+        glu_bwd_all(*rows, *named(activation))
 
 
 def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -240,20 +347,23 @@ def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return gate[..., :half], gate[..., half:]
 
 
-def rows_of(values: Tensor) -> Tensor:
-    """Return (..., F) as (N, F) with adjacent columns: a view if the strides allow, else a copy."""
+def rows_of(values: Tensor, step: int = 1) -> Tensor:
+    """Return (..., F) as (N, F) with columns `step` apart: a view if the strides allow, else a copy."""
     rows = values.reshape(-1, values.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    if rows.stride(1) == step:
+        return rows
+    return rows.contiguous() if step == 1 else torch.stack((rows, rows), -1).flatten(1)[:, ::2]
 
 
-def rows_in_place(name: str, values: Tensor) -> Tensor:
-    """Return (..., F) as a view (N, F) with adjacent columns; ValueError if there is none."""
-    message = f"{name} is written in place and must be evenly spaced rows of adjacent columns; got {values.stride()}"
+def rows_in_place(name: str, values: Tensor, step: int = 1) -> Tensor:
+    """Return (..., F) as a view (N, F) with columns `step` apart; ValueError if there is none."""
+    columns = "adjacent columns" if step == 1 else "every second column"
+    message = f"{name} is written in place and must be evenly spaced rows of {columns}; got {values.stride()}"
     try:
         rows = values.view(-1, values.shape[-1])
     except RuntimeError as error:
         raise ValueError(message) from error
-    if rows.stride(1) != 1 or rows.stride(0) == 0:
+    if rows.stride(1) != step or rows.stride(0) == 0:
         raise ValueError(message)
     return rows
 
@@ -265,9 +375,9 @@ def gelu_name(approximate: str) -> str:
     return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
-def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
+def check_arguments(gate: Tensor, up: Tensor | None, activation: Activation) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
-    if activation not in APPROXIMATE:
+    if activation not in APPROXIMATE and not isinstance(activation, ClampedSwiGLU):
         raise ValueError(f"activation is {activation!r}; it must be one of {list(APPROXIMATE)}")
     check_tensors({"up": up}, gate=gate)
     if not gate.is_floating_point():
@@ -284,9 +394,11 @@ def check_arguments(gate: Tensor, up: Tensor | None, activation: str) -> None:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    cases = []
-    for activation, launch in product(APPROXIMATE, (launch_rule(64), launch_rule(256), launch_rule(1024))):
-        name, chosen = f"{activation} {launch.constexprs['BLOCK_F']}", {"ACTIVATION": activation}
+    cases: list[Variant] = []
+    activations: list[Activation] = [*APPROXIMATE, ClampedSwiGLU()]
+    for activation, launch in product(activations, (launch_rule(64), launch_rule(256), launch_rule(1024))):
+        chosen = compiled_for(*named(activation))
+        name = f"{chosen['ACTIVATION']} {launch.constexprs['BLOCK_F']}"
         cases.append(Variant(f"glu_fwd {name}", glu_fwd_kernel, types_of(glu_fwd_kernel, dtype), launch, chosen))
         cases += [Variant(f"glu_bwd {name}{' product' * wanted}", glu_bwd_kernel, types_of(glu_bwd_kernel, dtype),
                           launch, chosen | {"HAS_PRODUCT": wanted}) for wanted in (False, True)]

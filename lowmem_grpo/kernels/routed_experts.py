@@ -5,59 +5,98 @@
     back_tj = dy_t down_e;  dw_tj = back_tj . a_tj;  dx_t = sum over j of d(a_tj; w_tj back_tj) [gate_e; up_e]
 
 with a = silu(gate) * up (Shazeer et al., arXiv 1701.06538; Qwen3, arXiv 2505.09388, section 2). x (T, D), ids and w
-(T, k). Products and activations are in the dtype of x; w, its gradient and sums over experts are in float32.
+(T, k). Products and activations are in the dtype of x; w, its gradient and sums over experts are in float32. Experts
+may have biases, another activation, and LoRA (expert_matrices.py), as those of gpt-oss (arXiv 2508.10925).
 
 On a card, at most GROUPED_ROWS rows per expert on average go through `nf4_grouped.py`. More rows, rows on the CPU and
 rows for experts in 16 bits go through one expert after the other, which is decoded into a shared buffer and applied to
-at most PIECE rows of x at a time. The backward pass decodes and computes gate and up again: only x, ids and w are
+at most PIECE rows of x at a time. The backward pass decodes and computes gate and up again: only x, ids, w and LoRA are
 saved, before y is computed, as in `lora_mlp.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import check_tensors, custom_op, once_differentiable
+from lowmem_grpo.kernels.custom_op import accumulator_dtype, check_tensors, custom_op, once_differentiable
+from lowmem_grpo.kernels.expert_matrices import Matrices, check_added, in_dtype_of
 from lowmem_grpo.kernels.frozen import FrozenStack
-from lowmem_grpo.kernels.glu import glu_backward, glu_forward, halves
+from lowmem_grpo.kernels.glu import (
+    Activation,
+    activation_named,
+    gate_and_up,
+    gated_ref,
+    glu_backward,
+    glu_forward,
+    named,
+)
+from lowmem_grpo.kernels.lora import as_given, pairs_of, scales_of, tensors_of
+from lowmem_grpo.kernels.lora_factors import LoRA, held_factors, shared_factors
 from lowmem_grpo.kernels.nf4_grouped import Places
 
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # per expert, on average: one large tile each (not measured yet)
 
 
-def routed_experts_ref(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
+def routed_experts_ref(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack, *,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, activation: Activation = "silu",
+    gate_up_lora: LoRA | None = None, down_lora: LoRA | None = None,
+) -> Tensor:
     """Compute `routed_experts` in plain torch, one expert after the other, dequantized; differentiable by autograd."""
     wide = torch.promote_types(x.dtype, torch.float32)
     y = torch.zeros(x.shape, dtype=wide, device=x.device)
     for number in range(gate_up.experts):
         rows, places = torch.where(ids == number)
-        inner, outer = (stack.expert(number).dequantized().to(x.dtype) for stack in (gate_up, down))
-        gate, up = (x[rows] @ inner.T).chunk(2, -1)
-        part = (torch.nn.functional.silu(gate) * up) @ outer.T
+        both = project_ref(x[rows], gate_up, number, gate_up_bias, gate_up_lora)
+        part = project_ref(gated_ref(both, activation), down, number, down_bias, down_lora)
         y = y.index_add(0, rows, part.to(wide) * weights[rows, places, None].to(wide))
     return y.to(x.dtype)
 
 
-def routed_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
+def project_ref(x: Tensor, stack: FrozenStack, number: int, bias: Tensor | None, lora: LoRA | None) -> Tensor:
+    y = x @ stack.expert(number).dequantized().to(x.dtype).T
+    if bias is not None:
+        y = y + bias[number].to(x.dtype)
+    if lora is not None:
+        a = lora.a.view(stack.experts, -1, lora.a.shape[1])[number].to(x.dtype)
+        b = lora.b.view(len(lora.b), -1, stack.experts)[..., number].to(x.dtype)
+        y = y + lora.scale * ((x @ a.T) @ b.T)
+    return y
+
+
+def routed_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack, *,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, activation: Activation = "silu",
+    gate_up_lora: LoRA | None = None, down_lora: LoRA | None = None,
+) -> Tensor:
     """Return (T, D) in the dtype of x, from x (T, D), ids (T, k) of an integer dtype, weights (T, k) float32 (float64
-    with x in float64), gate_up (E, 2 I, D), gate's rows first, and down (E, D, I). x and weights get gradients; the
-    experts are frozen. The ids of a row should differ. ValueError if shapes or dtypes do not fit."""
-    check_arguments(x, ids, weights, gate_up, down)
-    x, weights = RoutedBackward.apply(x.contiguous(), weights, ids, gate_up, down)
-    return RoutedForward.apply(x, weights, ids, gate_up, down)
+    with x in float64), gate_up (E, 2 I, D) and down (E, D, I). Gate's rows come first; for a `ClampedSwiGLU` they
+    alternate with up's. x, weights and LoRA get gradients; the experts and their biases, (E, 2 I) and (E, D), are
+    frozen. The ids of a row should differ. ValueError if shapes or dtypes do not fit.
+
+    A LoRA holds the pairs of all experts as expert_matrices.py says, a (E r, in) and b (out, r E).
+    """
+    matrices = Matrices(gate_up, gate_up_bias, gate_up_lora), Matrices(down, down_bias, down_lora)
+    check_arguments(x, ids, weights, *matrices)
+    loras = [gate_up_lora, down_lora]
+    x, weights = RoutedBackward.apply(x.contiguous(), weights, ids, matrices, activation, *tensors_of(loras))
+    find = shared_factors if torch.is_grad_enabled() else held_factors
+    return RoutedForward.apply(x, weights, ids, in_dtype_of(x, matrices, loras, find), activation)
 
 
-def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> None:
+def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Matrices, down: Matrices) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
     check_tensors(x=x, ids=ids, weights=weights)
-    if wrong := [type(stack).__name__ for stack in (gate_up, down) if not isinstance(stack, FrozenStack)]:
+    stacks = gate_up.stack, down.stack
+    if wrong := [type(stack).__name__ for stack in stacks if not isinstance(stack, FrozenStack)]:
         raise ValueError(f"expected gate_up and down as FrozenStack, by FrozenStack.from_weights; got {wrong}")
-    experts, size, inner = down.shape
-    if gate_up.shape != (experts, 2 * inner, size):
-        raise ValueError(f"expected gate_up (E, 2 I, D) and down (E, D, I); got {gate_up.shape}, {down.shape}")
+    experts, size, inner = down.stack.shape
+    if gate_up.stack.shape != (experts, 2 * inner, size):
+        raise ValueError(f"expected gate_up (E, 2 I, D) and down (E, D, I); got {gate_up.stack.shape}, "
+                         f"{down.stack.shape}")
     if x.ndim != 2 or x.shape[1] != size or not x.is_floating_point():
         raise ValueError(f"expected x (T, {size}) of a floating dtype; got {tuple(x.shape)} {x.dtype}")
     if ids.ndim != 2 or len(ids) != len(x) or ids.is_floating_point() or ids.shape[1] > experts:
@@ -66,37 +105,46 @@ def check_arguments(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStac
     wide = torch.promote_types(x.dtype, torch.float32)
     if weights.shape != ids.shape or weights.dtype != wide:
         raise ValueError(f"expected weights {tuple(ids.shape)} in {wide}; got {tuple(weights.shape)} {weights.dtype}")
-    places: dict[str, Tensor | FrozenStack] = {"ids": ids, "weights": weights, "gate_up": gate_up, "down": down}
-    if wrong := [name for name, part in places.items() if part.device != x.device]:
+    named_parts: dict[str, Any] = {"ids": ids, "weights": weights}
+    for name, one in (("gate_up", gate_up), ("down", down)):
+        check_added(name, one)
+        named_parts |= {name: one.stack, f"{name}_bias": one.bias}
+        named_parts |= {} if one.lora is None else {f"{name}_lora.a": one.lora.a, f"{name}_lora.b": one.lora.b}
+    if wrong := [name for name, part in named_parts.items() if part is not None and part.device != x.device]:
         raise ValueError(f"expected all on the device of x, {x.device}; {', '.join(wrong)} is not")
 
 
 class RoutedBackward(torch.autograd.Function):
-    """Saves x, weights and ids, and passes x and weights on. Its backward pass gets dy from `RoutedForward`."""
+    """Saves x, weights, ids and LoRA, and passes x and weights on. Its backward pass gets dy from `RoutedForward`."""
 
     @staticmethod
-    def forward(ctx, x, weights, ids, gate_up, down):
-        ctx.stacks = gate_up, down
-        ctx.save_for_backward(x, weights, ids)
+    def forward(ctx, x, weights, ids, matrices, activation, *tensors):
+        ctx.matrices, ctx.activation = tuple(Matrices(one.stack, one.bias) for one in matrices), activation
+        ctx.scales = scales_of([one.lora for one in matrices])
+        ctx.save_for_backward(x, weights, ids, *tensors)
         return x.detach(), weights.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, _):
-        x, weights, ids = ctx.saved_tensors
+        x, weights, ids, *tensors = ctx.saved_tensors
         needs_x, needs_weights, *_ = ctx.needs_input_grad
+        matrices = in_dtype_of(x, ctx.matrices, pairs_of(tensors, ctx.scales))
         with torch.autocast(x.device.type, enabled=False):
-            grad_x, grad_weights = routed_backward_op(grad.contiguous(), x, ids, weights, *flat(*ctx.stacks))
-        return grad_x if needs_x else None, grad_weights if needs_weights else None, None, None, None
+            found = routed_backward_op(grad.contiguous(), x, ids, weights, *flat(matrices, ctx.activation))
+        grad_x, grad_weights, *grads = found
+        rest = iter(grads)
+        grads = as_given([None if one is None else next(rest) for one in tensors], tensors)
+        return grad_x if needs_x else None, grad_weights if needs_weights else None, None, None, None, *grads
 
 
 class RoutedForward(torch.autograd.Function):
     """Computes y from the tensors that `RoutedBackward` saved. Its backward pass passes dy on unchanged."""
 
     @staticmethod
-    def forward(ctx, x, weights, ids, gate_up, down):
+    def forward(ctx, x, weights, ids, matrices, activation):
         with torch.autocast(x.device.type, enabled=False):
-            y: Tensor = routed_forward_op(x, ids, weights, *flat(gate_up, down))
+            y: Tensor = routed_forward_op(x, ids, weights, *flat(matrices, activation))
         return y
 
     @staticmethod
@@ -105,79 +153,103 @@ class RoutedForward(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def flat(gate_up: FrozenStack, down: FrozenStack) -> tuple[Any, ...]:
-    return *gate_up.parts, *down.parts
+def flat(matrices: Iterable[Matrices], activation: Activation = "silu") -> list[Any]:
+    """Return the experts as operations take them."""
+    return [part for one in matrices for part in one.parts] + [*named(activation)]
 
 
 def routed_forward(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up_kind: str, gate_up: list[Tensor], gate_up_sizes: list[int],
-    down_kind: str, down: list[Tensor], down_sizes: list[int],
+    gate_up_added: list[Tensor | None], gate_up_scale: float, down_kind: str, down: list[Tensor],
+    down_sizes: list[int], down_added: list[Tensor | None], down_scale: float, activation: str, alpha: float,
+    limit: float,
 ) -> Tensor:
     """Return y (T, D) in the dtype of x."""
-    stacks = (FrozenStack.from_parts(gate_up_kind, gate_up, gate_up_sizes, x.dtype),
-              FrozenStack.from_parts(down_kind, down, down_sizes, x.dtype))
-    if takes(x, ids, *stacks):
-        return grouped_forward(x, ids, weights, *stacks)
+    inner = Matrices.from_parts(x.dtype, gate_up_kind, gate_up, gate_up_sizes, gate_up_added, gate_up_scale)
+    outer = Matrices.from_parts(x.dtype, down_kind, down, down_sizes, down_added, down_scale)
+    gating = activation_named(activation, alpha, limit)
+    if takes(x, ids, inner, outer):
+        return grouped_forward(x, ids, weights, inner, outer, gating)
     y = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
-    for tokens, places, inner, outer in by_expert(x, ids, *stacks):
-        both = x[tokens] @ inner.T
-        part = glu_forward(*halves(both), "silu") @ outer.T
+    inner_pairs, outer_pairs = inner.pairs(), outer.pairs()
+    for expert, tokens, places, first, second in by_expert(x, ids, inner.stack, outer.stack):
+        both = inner.project(x[tokens], first, inner_pairs, expert)
+        part = outer.project(glu_forward(*gate_and_up(both, gating), gating), second, outer_pairs, expert)
         y.index_add_(0, tokens, part.to(y.dtype).mul_(weights.flatten()[places, None]))
     return y.to(x.dtype)
 
 
 def routed_backward(
     grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up_kind: str, gate_up: list[Tensor],
-    gate_up_sizes: list[int], down_kind: str, down: list[Tensor], down_sizes: list[int],
-) -> tuple[Tensor, Tensor]:
-    """Return dx (T, D) and dw (T, k), in the dtypes of x and weights, for the gradient `grad` of y (T, D)."""
-    stacks = (FrozenStack.from_parts(gate_up_kind, gate_up, gate_up_sizes, x.dtype),
-              FrozenStack.from_parts(down_kind, down, down_sizes, x.dtype))
-    if takes(x, ids, *stacks):
-        return grouped_backward(grad, x, ids, weights, *stacks)
+    gate_up_sizes: list[int], gate_up_added: list[Tensor | None], gate_up_scale: float, down_kind: str,
+    down: list[Tensor], down_sizes: list[int], down_added: list[Tensor | None], down_scale: float, activation: str,
+    alpha: float, limit: float,
+) -> list[Tensor]:
+    """Return dx (T, D) and dw (T, k), in the dtypes of x and weights, for the gradient `grad` of y (T, D); then dA and
+    dB of gate_up's LoRA and of down's, where there is one, in float32 or float64."""
+    inner = Matrices.from_parts(x.dtype, gate_up_kind, gate_up, gate_up_sizes, gate_up_added, gate_up_scale)
+    outer = Matrices.from_parts(x.dtype, down_kind, down, down_sizes, down_added, down_scale)
+    gating = activation_named(activation, alpha, limit)
+    if takes(x, ids, inner, outer):
+        return grouped_backward(grad, x, ids, weights, inner, outer, gating)
     grad_x = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     grad_weights = torch.zeros_like(weights, memory_format=torch.contiguous_format)
-    for tokens, places, inner, outer in by_expert(x, ids, *stacks):
-        both = x[tokens] @ inner.T
-        back = (grad[tokens] @ outer).to(weights.dtype)
-        product = (back * weights.flatten()[places, None]).to(x.dtype)
-        glu_backward(product, *halves(both), "silu")  # both: gradients of gate and up now; product: silu(gate) * up
-        grad_weights.view(-1)[places] = back.mul_(product).sum(1)
-        grad_x.index_add_(0, tokens, (both @ inner).to(grad_x.dtype))
-    return grad_x.to(x.dtype), grad_weights
+    inner_pairs, outer_pairs = inner.pairs(trained=True), outer.pairs(trained=True)
+    for expert, tokens, places, first, second in by_expert(x, ids, inner.stack, outer.stack):
+        rows, dy, factor = x[tokens], grad[tokens], weights.flatten()[places, None]
+        both = inner.project(rows, first, inner_pairs, expert)
+        back, low = outer.back(dy, second, outer_pairs, expert)
+        back = back.to(weights.dtype)
+        product = (back * factor).to(x.dtype)
+        glu_backward(product, *gate_and_up(both, gating), gating)  # both: its gradient now; product: down's input
+        grad_weights.view(-1)[places] = outer.dot(dy, back.mul_(product), expert)
+        if outer_pairs is not None and low is not None:
+            outer_pairs.collect(dy, low, product, expert, factor)
+        back, low = inner.back(both, first, inner_pairs, expert)
+        grad_x.index_add_(0, tokens, back.to(grad_x.dtype))
+        if inner_pairs is not None and low is not None:
+            inner_pairs.collect(both, low, rows, expert)
+    grads = [one for pairs in (inner_pairs, outer_pairs) if pairs is not None for one in pairs.gradients()]
+    return [grad_x.to(x.dtype), grad_weights, *grads]
 
 
-def takes(x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack) -> bool:
-    few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.experts
-    return few and gate_up.weight.can_group(x) and down.weight.can_group(x)
+def takes(x: Tensor, ids: Tensor, gate_up: Matrices, down: Matrices) -> bool:
+    few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.stack.experts
+    plain = all(one.bias is None and one.lora is None for one in (gate_up, down))
+    return few and plain and gate_up.stack.weight.can_group(x) and down.stack.weight.can_group(x)
 
 
-def grouped_forward(x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack) -> Tensor:
+def grouped_forward(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Matrices, down: Matrices, activation: Activation = "silu"
+) -> Tensor:
     """Return y (T, D) through the grouped kernels."""
-    places = Places.from_ids(ids.flatten(), gate_up.experts)
-    both = gate_up.weight.grouped(x, gate_up.experts, places, ids.shape[1])
-    parts = down.weight.grouped(glu_forward(*halves(both), "silu"), down.experts, places, scale=weights.flatten())
+    places = Places.from_ids(ids.flatten(), gate_up.stack.experts)
+    both = gate_up.stack.weight.grouped(x, gate_up.stack.experts, places, ids.shape[1])
+    parts = down.stack.weight.grouped(
+        glu_forward(*gate_and_up(both, activation), activation), down.stack.experts, places, scale=weights.flatten())
     return parts.view(*ids.shape, -1).sum(1)
 
 
 def grouped_backward(
-    grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack
-) -> tuple[Tensor, Tensor]:
-    """Return (dx (T, D), dw (T, k)) through the grouped kernels."""
-    places = Places.from_ids(ids.flatten(), gate_up.experts)
-    both = gate_up.weight.grouped(x, gate_up.experts, places, ids.shape[1])
-    back = down.weight.grouped(grad, down.experts, places, ids.shape[1], back=True).to(weights.dtype)
+    grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Matrices, down: Matrices,
+    activation: Activation = "silu",
+) -> list[Tensor]:
+    """Return what `routed_backward` does, through the grouped kernels."""
+    places = Places.from_ids(ids.flatten(), gate_up.stack.experts)
+    both = gate_up.stack.weight.grouped(x, gate_up.stack.experts, places, ids.shape[1])
+    back = down.stack.weight.grouped(grad, down.stack.experts, places, ids.shape[1], back=True).to(weights.dtype)
     product = (back * weights.flatten()[:, None]).to(x.dtype)
-    glu_backward(product, *halves(both), "silu")  # both: gradients of gate and up now; product: silu(gate) * up
+    glu_backward(product, *gate_and_up(both, activation), activation)  # both: its gradient; product: down's input
     grad_weights = back.mul_(product).sum(1).view(ids.shape)
-    return gate_up.weight.grouped(both, gate_up.experts, places, back=True).view(*ids.shape, -1).sum(1), grad_weights
+    grad_x = gate_up.stack.weight.grouped(both, gate_up.stack.experts, places, back=True).view(*ids.shape, -1).sum(1)
+    return [grad_x, grad_weights]
 
 
 def by_expert(
     x: Tensor, ids: Tensor, gate_up: FrozenStack, down: FrozenStack
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield at most PIECE rows of an expert at a time: their indices in x and in the flattened ids, and the expert's
-    two weights. The host waits for the device."""
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor]]:
+    """Yield at most PIECE rows of an expert at a time: its number, the rows' indices in x and in the flattened ids, and
+    the expert's two weights. The host waits for the device."""
     order = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten(), minlength=gate_up.experts)
     inner, outer = (x.new_empty(stack.shape[1:]) for stack in (gate_up, down))
@@ -186,12 +258,16 @@ def by_expert(
         if count:
             weights = gate_up.expert(number).filled(inner), down.expert(number).filled(outer)
             for places in order[start : start + count].split(PIECE):
-                yield places // ids.shape[1], places, *weights
+                yield number, places // ids.shape[1], places, *weights
         start += count
 
 
+def empty_gradients(grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *parts: Any) -> list[Tensor]:
+    """Return what `routed_backward` does, uninitialised."""
+    pairs = [one for added in (parts[3], parts[8]) for one in added[1:] if one is not None]
+    kind = accumulator_dtype(x.dtype)
+    return [torch.empty_like(x), torch.empty_like(weights), *(one.new_empty(one.shape, dtype=kind) for one in pairs)]
+
+
 routed_forward_op = custom_op("routed_forward", routed_forward, fake=lambda x, *_: torch.empty_like(x))
-routed_backward_op = custom_op(
-    "routed_backward", routed_backward,
-    fake=lambda _grad, x, _ids, weights, *_: (torch.empty_like(x), torch.empty_like(weights)),
-)
+routed_backward_op = custom_op("routed_backward", routed_backward, fake=empty_gradients)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
 from lowmem_grpo.kernels.nf4_grouped import Places, block_rows
-from lowmem_grpo.kernels.routed_experts import grouped_backward, grouped_forward, routed_experts_ref
+from lowmem_grpo.kernels.routed_experts import Matrices, grouped_backward, grouped_forward, routed_experts_ref
 
 SPREADS = {  # ids of places
     "even": torch.arange(66) % 6, "one expert": torch.full((70,), 3), "few": torch.tensor([5, 0]),
@@ -86,7 +86,7 @@ def test_routed_experts_through_the_kernels_are_as_accurate_as_the_reference(
     given = problem(*size, "nested", dtype, device)
     x, weights = given["x"].detach(), given["weights"].detach()
     grad = random(*x.shape, seed=7, dtype=dtype, device=device)
-    rest = given["ids"], weights, given["gate_up"], given["down"]
+    rest = given["ids"], weights, Matrices(given["gate_up"]), Matrices(given["down"])
     found = dict(zip(("x", "weights"), grouped_backward(grad, x, *rest), strict=True), y=grouped_forward(x, *rest))
     reference, truth = (outcome(routed_experts_ref, same) for same in (given, in_float64(given)))
     epsilon = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2  # the result is rounded once more

@@ -22,6 +22,10 @@ routed = import_module("lowmem_grpo.kernels.routed_experts")  # whose function h
 SIZES = [(1, (16, 16, 64, 16)), (63, (8, 3, 96, 48)), (130, (5, 5, 64, 24))]  # rows, (E, k, D, I)
 
 
+def flat(given: dict[str, Any]) -> Any:
+    return routed.flat(map(routed.Matrices, (given["gate_up"], given["down"])))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.every(2)
@@ -72,7 +76,7 @@ def test_only_one_expert_is_decoded_at_a_time_and_nothing_of_it_is_kept(monkeypa
     monkeypatch.setattr("lowmem_grpo.kernels.nf4.REFERENCE_ELEMENTS", 2**12)  # temporaries of the CPU path
     arguments = problem(40, (32, 2, 256, 128), dtype=torch.bfloat16)
     one, sums = 2 * 3 * 128 * 256, 40 * 4 * 256
-    stacks = routed.flat(arguments["gate_up"], arguments["down"])
+    stacks = flat(arguments)
     x, weights = arguments["x"].detach(), arguments["weights"].detach()
     with LiveStorage() as kept:
         y = routed_experts(**arguments)
@@ -116,7 +120,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 def test_torch_sees_one_operation_each_way(kind: str) -> None:
     given = problem(9, (4, 2, 64, 16), kind)
     x, weights = given["x"].detach(), given["weights"].detach()
-    stacks = routed.flat(given["gate_up"], given["down"])
+    stacks = flat(given)
     for operation, arguments in ((routed.routed_forward_op, (x, given["ids"], weights)),
                                  (routed.routed_backward_op, (x, x, given["ids"], weights))):
         torch.library.opcheck(operation, (*arguments, *stacks), test_utils=("test_schema", "test_faketensor"))

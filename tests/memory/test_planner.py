@@ -869,7 +869,8 @@ def test_what_the_experts_hold_inside_is_planned(monkeypatch: pytest.MonkeyPatch
     given = problem(tokens, (3, 2, 128, 64), dtype=torch.bfloat16)
     x, weights = given["x"].detach(), given["weights"].detach()
     with LiveStorage() as storage:
-        routed.routed_backward(x, x, given["ids"], weights, *routed.flat(given["gate_up"], given["down"]))
+        stacks = map(routed.Matrices, (given["gate_up"], given["down"]))
+        routed.routed_backward(x, x, given["ids"], weights, *routed.flat(stacks))
     shape = ModelShape.from_config(named_config(MIXTURE) | {"hidden_size": 128})
     step = training_step.StepShape(shape, RunSettings(tokens), tokens)
     assert 0.8 * storage.peak <= step.at_experts(experts) <= 1.3 * storage.peak
