@@ -111,7 +111,7 @@ class ExampleEncoder(PromptEncoder):
         except (ValueError, RecursionError) as error:
             raise DataError(f"tools is a text that is no JSON ({error}): make it a list of schemas, or JSON") from error
         listed = {"tools": tools} if tools else {}
-        return {**self.template_kwargs, **own, **listed, **({} if self.continues else NEW_TURN)}
+        return {**super().options(row), **own, **listed, **({} if self.continues else NEW_TURN)}
 
     def render_whole(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> str:
         """Return the chat template's text of the messages, without a generation prompt."""

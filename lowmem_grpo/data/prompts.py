@@ -4,7 +4,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 SPECIAL = 8  # tokens that a tokenizer may add to a text
 SHOWN = 3  # skipped rows that are logged for each reason
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
+EFFORT = "reasoning_effort"  # a column, and an option of gpt-oss's chat template
 
 
 @dataclass
@@ -96,7 +97,7 @@ class PromptEncoder:
         return not why and (self.truncate or len(text.encode()) + SPECIAL <= self.max_prompt_length)
 
     def options(self, row: dict[str, Any]) -> dict[str, Any]:
-        return self.template_kwargs
+        return self.template_kwargs | effort_of(row, self.tokenizer)
 
     def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """Return the chat template's text of the messages, with the generation prompt."""
@@ -108,6 +109,12 @@ class PromptEncoder:
         if not self.tokenizer.chat_template:
             raise DataError("the dataset holds chat messages, and the tokenizer has no chat template: set "
                             "tokenizer.chat_template, load an instruct model, or make `prompt` a plain string")
+
+
+def effort_of(row: Mapping[str, Any], tokenizer: Any) -> dict[str, str]:
+    """Return a row's `reasoning_effort` as an option for a chat template that reads it, as in Unsloth; else {}."""
+    effort = row.get(EFFORT)
+    return {EFFORT: effort} if isinstance(effort, str) and EFFORT in str(tokenizer.chat_template) else {}
 
 
 def is_chat(prompt: Any) -> bool:

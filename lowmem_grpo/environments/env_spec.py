@@ -13,7 +13,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, is_chat, is_message, no_chat, odd_role
+from lowmem_grpo.data.prompts import (
+    DataError,
+    Prompt,
+    PromptEncoder,
+    effort_of,
+    is_chat,
+    is_message,
+    no_chat,
+    odd_role,
+)
 from lowmem_grpo.environments.protocol import Answer, EnvironmentFailedError, short, tools_of
 from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, renderer_for
 from lowmem_grpo.environments.template import RendererError
@@ -123,7 +132,7 @@ class EnvSpecs:
         self.tools, self.factories, self.limit = list(tools), factories, TokenLimit(tokenizer, max_tool_tokens)
         self.template_kwargs = template_kwargs
         self.other: Renderer | PlainRenderer | None = None  # renders questions to the base model
-        self.renderers: dict[tuple[str, bool], Renderer | PlainRenderer] = {}  # True: for prompts that are plain text
+        self.renderers: dict[tuple[Any, ...], Renderer | PlainRenderer] = {}  # by what they depend on of a row
         examples = {"": None} if factories is None else factories.examples
         functions = {name: [*tools, *([] if made is None else tools_of(made))] for name, made in examples.items()}
         self.toolboxes = {  # with the functions of the sample environment of each kind
@@ -136,11 +145,12 @@ class EnvSpecs:
     def renderer(self, row: Mapping[str, Any]) -> Renderer | PlainRenderer:
         """Return the renderer of a row's messages. Raises as `renderer_for`."""
         prompt = row.get("prompt") or []
-        key = (self.name_of(row), isinstance(prompt, str))
+        effort = effort_of(row, self.tokenizer)
+        key = (self.name_of(row), isinstance(prompt, str), *effort.values())
         if key not in self.renderers:
             toolbox = self.toolbox_for(row)
             schemas = toolbox.schemas if toolbox else None
-            self.renderers[key] = renderer_for(prompt, self.tokenizer, schemas, self.template_kwargs)
+            self.renderers[key] = renderer_for(prompt, self.tokenizer, schemas, self.template_kwargs | effort)
         return self.renderers[key]
 
     def toolbox_for(self, row: Mapping[str, Any], made: Any = None) -> Toolbox | None:

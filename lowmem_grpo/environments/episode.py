@@ -127,9 +127,8 @@ class Episode:
                     drawn.policy_version, drawn.cached_tokens, state=self.state, routes=drawn.routes)
         self.turns.append(turn)
         self.add(drawn.completion_ids, drawn.rollout_logprobs, trained=True)
-        reading = Reading(drawn.text)
-        if self.toolbox is not None:
-            reading = self.toolbox.read(drawn.completion_ids, drawn.text)
+        reading: Reading = (self.toolbox or self.renderer).read(drawn.completion_ids, drawn.text)
+        said = drawn.text if self.renderer.channels is None else reading.content
         calls, errors = reading.calls, reading.errors
         turn.message = reading.message()
         turn.calls, turn.failures = len(calls) + len(errors), len(errors)
@@ -142,7 +141,7 @@ class Episode:
         elif calls or errors:
             return lambda job: self.call_tools(job, calls, errors)
         elif self.steps:
-            return lambda job: self.within(self.bound(job).step(drawn.text))
+            return lambda job: self.within(self.bound(job).step(said))
         else:
             self.ending = "max_tokens" if drawn.finish_reason == "length" else "answer"
         return None

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.examples import shared_start
+from lowmem_grpo.data.harmony import HarmonyReader, is_harmony
 from lowmem_grpo.data.prompt_inputs import text_ids
 from lowmem_grpo.environments.template import (
     ANCHOR,
@@ -20,6 +21,7 @@ from lowmem_grpo.environments.template import (
     refusal,
     thought_apart,
 )
+from lowmem_grpo.environments.tools.parsers import Reading
 from lowmem_grpo.types import Message
 
 Shape = tuple[tuple[str, bool, bool], ...]  # for each message: (role, has a name, has nonblank content)
@@ -122,6 +124,14 @@ class Renderer:
         self.template = ChatTemplate(tokenizer, tools, template_kwargs)
         self.marks = self.template.marks
         self.seams: dict[Shape, TurnBoundary] = {}
+        self.channels = HarmonyReader(tokenizer) if is_harmony(tokenizer) else None
+
+    def read(self, completion_ids: Sequence[int], text: str) -> Reading:
+        """Return a completion without tool calls, with its thoughts apart if they are in a channel of their own."""
+        if self.channels is None:
+            return Reading(text)
+        content, fields, _ = self.channels.read(completion_ids)
+        return Reading(content, fields=fields)
 
     def first(self, messages: Sequence[Message], trusted: int | None = None) -> list[int]:
         """Return the prompt of a turn, (P,): the conversation with the generation prompt. Only text of the first
@@ -181,6 +191,8 @@ class Renderer:
 class PlainRenderer:
     """The renderer of prompts that are plain strings. Later messages follow on separate lines, without role names."""
 
+    channels = None
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.marks = tokenizer, SpecialTokens(tokenizer)
 
@@ -197,6 +209,9 @@ class PlainRenderer:
 
     def closed(self, completion_ids: Sequence[int], messages: Sequence[Message]) -> bool:
         return bool(completion_ids) and completion_ids[-1] == self.tokenizer.eos_token_id
+
+    def read(self, completion_ids: Sequence[int], text: str) -> Reading:
+        return Reading(text)
 
     def render_anew(self, messages: Sequence[Message], trusted: int) -> list[int]:
         """Raise RendererError: without a chat template the conversation cannot be re-rendered."""

@@ -131,6 +131,8 @@ class ChatTemplate:
 def thought_apart(message: Message, source: str) -> Message:
     """Return a message with its text before `</think>` in the field that the template has for thoughts, if any."""
     field = next((name for name, sign in THOUGHTS.items() if sign in source), "")
+    if field and (other := next((name for name in {*THOUGHTS} - {field} if message.get(name)), "")):
+        message = {field: message[other]} | {key: value for key, value in message.items() if key != other}
     said = message.get("content")
     if message["role"] != "assistant" or not field or field in message or not isinstance(said, str) or END not in said:
         return message

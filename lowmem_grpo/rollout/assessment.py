@@ -10,6 +10,7 @@ from typing import Any
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data import stream
+from lowmem_grpo.data.harmony import ReadMessage, message_reader
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptEncoder, check_dataset
 from lowmem_grpo.losses.loss_metrics import FIRST_WORDS
 from lowmem_grpo.rewards.calling.reward_batch import score_groups
@@ -40,7 +41,7 @@ def answer(
     each = (row for row in rows for _ in range(params.n))
     verdicts, metrics = judge(functions, [RolloutGroup(row, [], [Rollout(
         list(completion.token_ids), [], completion.finish_reason, completion.text,
-    )]) for row, completion in zip(each, completions, strict=True)])
+    )]) for row, completion in zip(each, completions, strict=True)], reads=message_reader(model.loaded.tokenizer))
     texts = [completion.text for completion in completions]
     return Answers(in_rows(texts, params.n), in_rows([bool(verdict) for verdict in verdicts], params.n),
                    verdicts.count(None), sum(len(completion.token_ids) for completion in completions),
@@ -75,12 +76,13 @@ def in_rows(values: list[Any], width: int) -> list[list[Any]]:
 
 
 def judge(
-    functions: list[Right], groups: list[RolloutGroup], episodes: bool = False
+    functions: list[Right], groups: list[RolloutGroup], episodes: bool = False, reads: ReadMessage | None = None
 ) -> tuple[list[bool | None], dict[str, float]]:
     """Return the first function's verdicts (N,) on the rollouts, and the mean value of each other function, by name. A
     verdict is None if the function returned None."""
     rewards = [function.reward() if isinstance(function, Verifier) else function for function in functions]
     scorer = RewardScorer(rewards, episodes=episodes)
+    scorer.reads = reads
     scores = score_groups(scorer, groups, None)
     first, *others = scorer.names
     verdicts = [None if value is None else value > 0 for value in scores.rewards[first]]

@@ -14,6 +14,7 @@ from lowmem_grpo.config.from_trl import check_model, either, settings_of, taken_
 from lowmem_grpo.config.grpo import GRPOConfig, RLOOConfig
 from lowmem_grpo.config.sampling import PARALLEL, SamplingParams
 from lowmem_grpo.data.difficulty import DifficultyPools
+from lowmem_grpo.data.harmony import message_reader
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine
@@ -91,6 +92,7 @@ class GRPOTrainer(TrlApi):
             check_teacher(config, None if isinstance(teacher, str) else teacher)
         trained = bring_model(model, config, either(processing_class, tokenizer), peft_config, quantization_config,
                               tokens_of_row(config))
+        self.scorer.reads = message_reader(trained.tokenizer)
         reward_models = [func for func in self.scorer.funcs if isinstance(func, RewardModel)]
         for reward_model in reward_models:
             reward_model.load(trained.policy.device)

@@ -11,6 +11,8 @@ from template_tokenizers import CharTokenizer, rows, tokenizer_of
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.data.prompts import DataError, DifficultyPools, Prompt, PromptEncoder, PromptSource
+from lowmem_grpo.data.texts import ConversationEncoder
+from lowmem_grpo.environments.env_spec import EnvSpecs, EpisodeEncoder
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 
@@ -131,6 +133,22 @@ def test_chat_template_kwargs_reach_the_template(tokenizer: PreTrainedTokenizerB
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'think' if enable_thinking else 'answer' }}"
     kwargs = {"enable_thinking": False, "chat_template": template}
     assert PromptEncoder(tokenizer, 100, kwargs).render(CHAT, kwargs) == "Be brief.2 + 2?answer"
+
+
+def test_a_rows_reasoning_effort_reaches_a_template_that_reads_it_before_that_of_the_run() -> None:
+    """Unsloth's notebooks for gpt-oss have it as a column of the dataset; without it, they sample at "medium"."""
+    row = {"prompt": CHAT, "messages": [*CHAT, {"role": "assistant", "content": "4"}], "reasoning_effort": "low"}
+    tokenizer = tokenizer_of("gptoss")
+    encoders: list[Any] = [PromptEncoder(tokenizer, 500, {"reasoning_effort": "high"}),
+                           ConversationEncoder(tokenizer, 500, [tokenizer.eos_token_id])]
+    specs = EnvSpecs(tokenizer, [], None, 10, {})
+    for encoder in [*encoders, EpisodeEncoder(PromptEncoder(tokenizer, 500), specs)]:
+        efforts = [encoder.encode(row | {"reasoning_effort": effort}).text.partition("Reasoning: ")[2].split()[0]
+                   for effort in ("low", None, "high")]
+        assert efforts == ["low", "high" if encoder is encoders[0] else "medium", "high"]
+    tokenizer = tokenizer_of("qwen3")
+    texts = {PromptEncoder(tokenizer, 500).encode(each).text for each in (row, {"prompt": CHAT})}  # type: ignore
+    assert len(texts) == 1
 
 
 def test_chats_for_a_tokenizer_without_a_template_are_refused_with_what_to_do() -> None:

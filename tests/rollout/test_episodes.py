@@ -326,6 +326,39 @@ def test_a_template_that_rewrites_history_splits_only_where_it_is_asked_to_rende
         assert whole == [*anew.turns[number].prompt_ids, *anew.turns[number].completion_ids]
 
 
+THOUGHT, FINAL = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "<|channel|>final<|message|>"
+
+
+def test_an_environment_of_gpt_oss_gets_the_answer_and_never_the_thoughts() -> None:
+    """Its text without marks is "analysishmassistantfinalLook 3"; an episode that is rendered anew has no thoughts."""
+    says = lambda prompt: f"{THOUGHT}{FINAL}Look 3"  # noqa: E731
+    [[appended]] = played(says, [ROW], Game, n=1, template="gptoss")
+    [[anew]] = played(says, [ROW], Game, n=1, template="gptoss", append=False)
+    decode = tokenizer_of("gptoss").decode
+    for one in (appended, anew):
+        assert [turn.message for turn in one.turns] == [
+            {"role": "assistant", "thinking": "hm", "content": "Look 3"}] * 3
+        assert [reply["content"] for turn in one.turns[:2] for reply in turn.replies] == ["after 1: 3", "after 2: 3"]
+    held = [decode(one.turns[1].prompt_ids).partition("Of 3.<|end|><|start|>assistant")[2] for one in (appended, anew)]
+    after = "<|start|>user<|message|>after 1: 3<|end|><|start|>assistant"
+    assert held == [f"{THOUGHT}{FINAL}Look 3<|return|>{after}", f"{FINAL}Look 3<|end|>{after}"]
+    assert not appended.splits and len(anew.splits) == 2
+
+
+@every_row("append", [True, False])
+def test_a_call_of_gpt_oss_is_answered_and_its_thought_stays_with_it(append: bool) -> None:
+    call = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{\"a\": 2, \"b\": 3}<|call|>"
+    says = lambda prompt: f"{FINAL}It is 5." if "functions.add to=" in prompt else THOUGHT + call  # noqa: E731
+    [[one]] = played(says, [QUESTION], tools=[add], n=1, template="gptoss", append=append)
+    first, last = one.turns
+    assert [reply["content"] for reply in first.replies] == ["5"] and first.message["thinking"] == "hm"
+    assert (one.ending, last.message["content"]) == ("answer", "It is 5.")
+    after = tokenizer_of("gptoss").decode(last.prompt_ids).rpartition("2 + 3?<|end|><|start|>assistant")[2]
+    result = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"5"<|end|><|start|>assistant'
+    template = ' to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 3}<|call|>'
+    assert after == THOUGHT + (call if append else template) + result
+
+
 # What runs beside what
 
 

@@ -27,13 +27,14 @@ FREE: dict[str, Any] = {"turns": None, "completion": 4096, "context": 8192, "tur
 
 
 class ScriptedEngine:
-    """Answers a prompt, decoded, with what `says` makes of it; each token has the log-probability -0.5."""
+    """Answers a prompt, decoded, with what `says` makes of it; each token has the log-probability -0.5. What is said
+    may have special tokens of a `template`, and then ends with the end token unless it ends with a call's."""
 
     name = "transformers"
     capabilities = frozenset({"on_group", "converse"})
 
-    def __init__(self, says: Callable[[str], str]) -> None:
-        self.tokenizer, self.says = tokenizer_of(TEMPLATE), says
+    def __init__(self, says: Callable[[str], str], template: str = TEMPLATE) -> None:
+        self.tokenizer, self.says = tokenizer_of(template), says
         self.asked: list[list[int]] = []
 
     def generate(
@@ -49,7 +50,9 @@ class ScriptedEngine:
     def answer(self, prompt: list[int], most: int) -> Rollout:
         text = self.says(self.tokenizer.decode(prompt))
         ids = [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
-        return Rollout(ids[:most], [-0.5] * len(ids[:most]), "stop" if len(ids) <= most else "length", text)
+        ids, ended = ids[:len(ids) - text.endswith("<|call|>")], len(ids) <= most
+        text = self.tokenizer.decode(ids[:most], skip_special_tokens=True) if "<|channel|>" in text else text
+        return Rollout(ids[:most], [-0.5] * len(ids[:most]), "stop" if ended else "length", text)
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
         in_rounds(self, conversation, params, self.tokenizer)
@@ -67,7 +70,7 @@ def played(
     encoder = EpisodeEncoder(PromptEncoder(tokenizer, 4096), specs)
     prompts = [encoder.encode(row) for row in rows]
     assert all(isinstance(prompt, Prompt) for prompt in prompts), prompts
-    engine: Any = ScriptedEngine(says)
+    engine: Any = ScriptedEngine(says, TEMPLATE if template == "qwen3" else template)
     engine.slots = slots
     episodes = Episodes(specs, EpisodeBounds(**FREE | bounds, append=append))
     return episodes.play(engine, prompts, SamplingParams(n=n, seed=1, max_tokens=4096))  # type: ignore[arg-type]

@@ -6,16 +6,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lowmem_grpo.data.harmony import HarmonyReader, is_harmony
 from lowmem_grpo.data.prompt_inputs import forms_of
 from lowmem_grpo.environments.template import FAMILIES
 from lowmem_grpo.environments.tools.arguments import writable
-from lowmem_grpo.environments.tools.bodies import call_of
+from lowmem_grpo.environments.tools.bodies import CallError, call_of
 from lowmem_grpo.environments.tools.parsers import FORMS, THINK, THOUGHT, Form, Parser, Reading, unreadable
 from lowmem_grpo.types import Message, ToolCall
 
 logger = logging.getLogger(__name__)
 
 OWN = "response_template"  # parsing by the tokenizer's own response template
+HARMONY = "harmony"  # gpt-oss
+HARMONY_CALL = ('<|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"KEY": VALUE}'
+                "<|call|>")
 SHOWN = 160  # characters of transformers' errors that are shown
 CALL = ToolCall("look_up_weather", {"place": "New York", "days": 3})
 ASKED, ANSWER = "What is the weather there?", "Warm."
@@ -60,16 +64,36 @@ class TemplateParser:
         return Reading(text, errors=[unreadable(why, self.example)])
 
 
-Reads = Parser | TemplateParser
+class HarmonyParser:
+    """The parser of Harmony, in which a call is a message whose recipient is the tool."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.reader = HarmonyReader(tokenizer)
+
+    def read(self, ids: Sequence[int], text: str) -> Reading:
+        content, fields, called = self.reader.read(ids)
+        reading = Reading(content, fields=fields)
+        for message in called:
+            name = message.recipient.removeprefix("functions.")
+            try:
+                reading.calls.append(call_of({"name": name, "arguments": message.body or "{}"}))
+            except CallError as error:
+                reading.errors.append(unreadable(str(error), HARMONY_CALL))
+        return reading
+
+
+Reads = Parser | TemplateParser | HarmonyParser
 
 
 def parser_of(tokenizer: PreTrainedTokenizerBase, schemas: list[dict[str, Any]], named: str | None,
               template_kwargs: Mapping[str, Any]) -> Reads:
     """Return the parser of tool calls in the format `named` or, if that is None, in the chat template's format.
     ToolFormError if there is no such format."""
-    if named not in (None, OWN, *FORMS):
-        raise ToolFormError(f"the parser of tool calls is {named!r}; allowed are {', '.join(FORMS)}, {OWN}, or a "
-                            "function of a completion's text")
+    if named not in (None, OWN, HARMONY, *FORMS):
+        raise ToolFormError(f"the parser of tool calls is {named!r}; allowed are {', '.join(FORMS)}, {HARMONY}, {OWN}, "
+                            "or a function of a completion's text")
+    if named == HARMONY or (named is None and is_harmony(tokenizer)):
+        return HarmonyParser(tokenizer)
     template = ToolCallTemplate(tokenizer, template_kwargs)
     if named != OWN and (form := FORMS[named] if named else template.form()):
         properties = {schema["function"]["name"]: schema["function"].get("parameters") or {} for schema in schemas}

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from lowmem_grpo.data.harmony import ReadMessage
 from lowmem_grpo.data.prompts import Prompt, is_chat
 from lowmem_grpo.rewards.calling.background import start_thread
 from lowmem_grpo.rewards.calling.calls import Lists, RewardCall, check, failure, pause, stop
@@ -198,7 +199,8 @@ def lists_of(scorer: RewardScorer, groups: list[RolloutGroup], columns: list[str
     names = dict.fromkeys([*columns, *columns_of([rollout.columns for _, rollout in pairs])])
     values = {name: [rollout.columns.get(name, row.get(name)) for row, rollout in pairs] for name in names}
     lists = scorer.lists(
-        [prompt_of(row, rollout) for row, rollout in pairs], [completion_of(row, rollout) for row, rollout in pairs],
+        [prompt_of(row, rollout) for row, rollout in pairs],
+        [completion_of(row, rollout, scorer.reads) for row, rollout in pairs],
         [rollout.completion_ids for _, rollout in pairs], values,
     )
     if scorer.episodes:
@@ -215,11 +217,13 @@ def prompt_of(row: dict[str, Any], rollout: Rollout) -> Any:
     return rollout.opening[-1]["content"] if isinstance(prompt, str) else rollout.opening
 
 
-def completion_of(row: dict[str, Any], rollout: Rollout) -> Any:
+def completion_of(row: dict[str, Any], rollout: Rollout, reads: ReadMessage | None = None) -> Any:
     """Return a rollout as functions get it. If the prompt is text, that is a text, for an episode that of the last
     turn. Otherwise it is a chat."""
     if not rollout.ending or isinstance(row.get("prompt"), str):
-        return [{"role": "assistant", "content": rollout.text}] if is_chat(row.get("prompt")) else rollout.text
+        if not is_chat(row.get("prompt")):
+            return rollout.text
+        return [reads(rollout.completion_ids) if reads else {"role": "assistant", "content": rollout.text}]
     turns = rollout.turns or [Turn([], [], [], "stop")]
     return EpisodeMessages(message for turn in turns for message in (
         turn.message or {"role": "assistant", "content": turn.text}, *turn.replies))

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from lowmem_grpo.config.grpo import check_weights
+from lowmem_grpo.data.harmony import ReadMessage
 from lowmem_grpo.rewards.calling import contract
 from lowmem_grpo.rewards.calling.background import BackgroundLoop
 from lowmem_grpo.rewards.calling.calls import CallRecorder, Lists, RewardCall, wait_for
@@ -85,6 +86,7 @@ class RewardScorer:
         self.override, self.called = override, dict[str, RewardCall]()  # calls by `call_rows` inside `override`
         self.said: set[str] = set()  # functions whose conversions have been warned of
         self.loop = BackgroundLoop("async rewards")
+        self.reads: ReadMessage | None = None  # a completion of a chat as a message; None: its text is the content
 
     @property
     def early(self) -> list[str]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.config.sampling import longest_prompt
+from lowmem_grpo.data.harmony import message_reader
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, as_group
 from lowmem_grpo.data.stream import Stream, rows_of, source_of
 from lowmem_grpo.losses.advantages import AdvantageSettings, assign_advantages
@@ -96,6 +97,7 @@ def check(reward_funcs: Any, dataset: Any, model: "FastGeneration",
     limit = min(args.reward_limit, SECONDS) if timeout is None else timeout
     several = isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
     scorer = RewardScorer(list(reward_funcs) if several else reward_funcs, args.reward_weights, limit)
+    scorer.reads = message_reader(tokenizer or model.loaded.tokenizer)
     source = prompt_source(dataset, model, args, tokenizer)
     prompts = source.take(min(groups, len(source.dataset)))
     if show:  # on a CPU, sampling can take minutes

@@ -55,16 +55,17 @@ class RewardTrial:
 
 def try_all(scorer: RewardScorer, groups: list[RolloutGroup], state: TrainerState) -> list[RewardTrial]:
     functions = zip(scorer.names, scorer.funcs, scorer.weights, strict=True)
-    return [try_function(name, func, weight, scorer.timeout, groups, state) for name, func, weight in functions]
+    return [try_function(name, func, weight, scorer, groups, state) for name, func, weight in functions]
 
 
 def try_function(
-    name: str, func: RewardFunction, weight: float, limit: float, groups: list[RolloutGroup], state: TrainerState
+    name: str, func: RewardFunction, weight: float, whole: RewardScorer, groups: list[RolloutGroup], state: TrainerState
 ) -> RewardTrial:
-    """Return the trial of a function on the rollouts, and on an empty completion of each prompt."""
+    """Return the trial of a function of the scorer `whole` on the rollouts, and on an empty completion of each prompt.
+    """
     trial = RewardTrial(name, "verifier" if isinstance(unwrap(func), VerifiedReward) else "reward", weight)
-    scorer = RewardScorer(func, None, limit)
-    scorer.names = [name]
+    scorer = RewardScorer(func, None, whole.timeout)
+    scorer.names, scorer.reads = [name], whole.reads
     scorer.said.add(name)  # conversions become findings here
     started = time.monotonic()
     try:

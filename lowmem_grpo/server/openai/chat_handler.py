@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 
 from lowmem_grpo.config.sampling import SamplingParams, seed_of
 from lowmem_grpo.engines.request_output import Logprob
+from lowmem_grpo.environments.renderer import Renderer
 from lowmem_grpo.environments.template import RendererError
 from lowmem_grpo.environments.tools.forms import Reads, ToolFormError
 from lowmem_grpo.environments.tools.parsers import Reading
@@ -151,7 +152,7 @@ class PendingCompletions:
     """A request for completions of plain prompts (OpenAI's older API) in progress. The constructor submits its calls to
     the worker; `reply` and `chunk` format the results."""
 
-    parser: Reads | None = None  # of tool calls
+    parser: Reads | Renderer | None = None  # of tool calls and thoughts
     prefix, whole, piece = "cmpl", "text_completion", "text_completion"  # id prefix; `object` of a reply, of a chunk
 
     def __init__(self, chat: ChatHandler, asked: TextRequest, adapter: Adapter) -> None:
@@ -278,7 +279,7 @@ class PendingChat(PendingCompletions):
                                                       asked.chat_template_kwargs, turn)
         except (RendererError, ToolFormError, TemplateError, TypeError) as error:
             raise ChatError(400, str(error), "tools" if isinstance(error, ToolFormError) else "messages") from error
-        self.parser = None if asked.tool_choice == "none" else self.prompt.dialect.parser
+        self.parser = self.prompt.dialect.reader(calls=asked.tool_choice != "none")
         try:
             self.submit(chat, asked, adapter, [self.prompt.ids],
                         [self.prompt.key, *islice(self.histories.keys, asked.n - 1)])
@@ -288,9 +289,7 @@ class PendingChat(PendingCompletions):
 
     async def answer(self, place: int) -> tuple[Turn, Choice]:
         asked, (turn, told) = self.asked, await self.drawn(place)
-        reading = Reading(turn.text)
-        if asked.tool_choice != "none":
-            reading = await self.chat.aside(partial(self.histories.read, self.prompt, turn))
+        reading = await self.chat.aside(partial(self.histories.read, self.parser, turn))
         if not asked.parallel_tool_calls:
             reading.calls = reading.calls[:1]
         turn = replace(turn, calls=len(reading.calls) + len(reading.errors), failures=len(reading.errors))
@@ -317,6 +316,8 @@ class PendingChat(PendingCompletions):
     def ending(self, choice: Choice, stream: CallStream) -> Iterator[Choice]:
         message, rest = choice["message"], {name: value for name, value in choice.items() if name != "message"}
         text, rest["logprobs"] = stream.rest(message["content"] or ""), stream.left(choice["logprobs"])
+        if thoughts := message.get("reasoning_content"):
+            yield self.piece_of(choice["index"], "", None) | {"delta": {"reasoning_content": thoughts}}
         if text:
             yield self.piece_of(choice["index"], text, rest.pop("logprobs"))
         for place, call in enumerate(message.get("tool_calls", ())):
@@ -340,7 +341,9 @@ def reply_message(reading: Reading) -> dict[str, Any]:
     calls = [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {
         "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}} for call in reading.calls]
     content = reading.content if reading.content or not calls else None
-    return {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
+    thoughts = {"reasoning_content": reading.fields["thinking"]} if reading.fields.get("thinking") else {}
+    return {"role": "assistant", "content": content, "refusal": None, **thoughts,
+            **({"tool_calls": calls} if calls else {})}
 
 
 def params_of(asked: CompletionRequest, prompt: int, place: int, context: int) -> SamplingParams:

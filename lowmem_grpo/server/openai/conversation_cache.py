@@ -35,8 +35,9 @@ class Dialect:
     renderer: Renderer
     parser: Reads | None
 
-    def read(self, completion_ids: list[int], text: str) -> Reading:
-        return Reading(text) if self.parser is None else self.parser.read(completion_ids, text)
+    def reader(self, calls: bool) -> Reads | Renderer | None:
+        """Return what reads completions, with or without tool calls; None if a completion is its text."""
+        return (self.parser if calls else None) or (self.renderer if self.renderer.channels else None)
 
 
 @dataclass(eq=False)
@@ -153,9 +154,9 @@ class ConversationCache:
             self.shrink(held)
             return held.name
 
-    def read(self, opening: PromptState, turn: Turn) -> Reading:
+    def read(self, reader: Reads | Renderer | None, turn: Turn) -> Reading:
         with self.rendering:
-            return opening.dialect.read(turn.completion_ids, turn.text)
+            return reader.read(turn.completion_ids, turn.text) if reader else Reading(turn.text)
 
     def turn(self, name: str) -> Turn | None:
         with self.lock:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines.text_stream import TextStream
-from lowmem_grpo.environments.tools.forms import Reads
 from lowmem_grpo.environments.tools.parsers import THINK, THOUGHT, Parser
 from lowmem_grpo.server.openai.request_queue import EngineCall
 from lowmem_grpo.server.openai.token_texts import TokenTexts
@@ -22,7 +21,7 @@ class CallStream:
     """Passes the tokens of a call from the engine's thread to an event loop, and decodes them there. The engine never
     waits: tokens of a slow reader gather here. If the call's future is cancelled, the engine ends the call."""
 
-    def __init__(self, call: EngineCall, texts: TokenTexts, parser: Reads | None = None) -> None:
+    def __init__(self, call: EngineCall, texts: TokenTexts, parser: Any = None) -> None:
         """`parser` is that of the tool calls, if the reply may have any: text is sent up to the first mark of a call,
         and the rest at the end. What another format's parser takes for text is known only at the end."""
         self.call, self.texts = call, texts

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from episodes import episode, turn
+from gpt_oss import gpt_oss_tokenizer
 from trainer_runs import adapter, make, same
 
+from lowmem_grpo.data.harmony import message_reader
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.engines.batch import Batch
 from lowmem_grpo.rewards import MeanOf, Reward, RewardError, RewardScorer, Scores, number_match
@@ -479,3 +481,27 @@ def test_turns_and_answers_of_episodes_are_copies_and_environments_are_those_tha
     for _ in range(2):
         score_groups(RewardScorer([spoils], episodes=True), [RolloutGroup(row, [1, 2, 3], [played])], None)
     assert seen == [("25", 3, game)] * 2 and played.turns == before
+
+
+@pytest.mark.parametrize("while_sampling", [True, False])
+def test_functions_read_the_channels_of_gpt_oss_apart(while_sampling: bool) -> None:
+    """In the text alone, which prompts without messages still get, nothing stands between thoughts and answer."""
+    tokenizer, said = gpt_oss_tokenizer(), list[Any]()
+    ids = tokenizer("<|channel|>analysis<|message|>4 or 5<|end|><|start|>assistant<|channel|>final<|message|>5",
+                    add_special_tokens=False).input_ids
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+
+    def reads(completions: list[Any], **_: Any) -> list[float]:
+        said.extend(completions)
+        return [1.0] * len(completions)
+
+    scorer = RewardScorer([reads, number_match().reward()], while_sampling=while_sampling)
+    scorer.reads = message_reader(tokenizer)
+    groups = [RolloutGroup({"prompt": prompt, "answer": "5"}, [1], [Rollout(ids, [0.0] * len(ids), "stop", text)])
+              for prompt in ([{"role": "user", "content": "2 + 3?"}], "2 + 3?")]
+    with RewardBatch(scorer, groups, None) as batch:
+        for index, group in enumerate(groups):
+            batch.add_group(index, group.rollouts)
+        scores = batch.settle(groups)
+    assert said == [[{"role": "assistant", "thinking": "4 or 5", "content": "5"}], "analysis4 or 5assistantfinal5"]
+    assert scores.rewards["number_match"][0] == 1

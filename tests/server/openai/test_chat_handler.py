@@ -166,6 +166,28 @@ def test_tool_calls_are_told_and_their_results_continue_the_turn(chat: ChatHandl
     assert asked(chat, tools=SCHEMAS, tool_choice="none")["choices"][0]["message"]["content"].endswith("</tool_call>")
 
 
+HARMONY = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+
+@every_row("tools", [None, SCHEMAS])
+@every_row("tool_choice", ["auto", "none"])
+def test_the_thoughts_of_gpt_oss_are_told_apart_from_its_answer(tools: Any, tool_choice: str) -> None:
+    worker = scripted_worker(lambda prompt: f"{HARMONY}<|channel|>final<|message|>Good day.", template="gptoss")
+    chat = chat_over(worker)
+    fields = {"tools": tools, "tool_choice": tool_choice}
+    first = asked(chat, **fields)["choices"][0]
+    assert first["message"] == {"role": "assistant", "content": "Good day.", "refusal": None, "reasoning_content": "hm"}
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(chat, **fields)]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Good day."
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
+    for answer in (first["message"], {"role": "assistant", "content": "Good day."}):  # clients may keep no thoughts
+        second = asked(chat, messages=[*HELLO["messages"], answer, {"role": "user", "content": "And?"}], **fields)
+        turns = [chat.turn(name) for name in (first["turn"], second["choices"][0]["turn"])]
+        before = turns[0].prompt_ids + turns[0].completion_ids
+        assert turns[1].prompt_ids[:len(before)] == before
+    worker.close()
+
+
 def test_a_tool_without_parameters_has_none_as_openai_allows(chat: ChatHandler) -> None:
     functions: Any = ({"name": "now"}, {"name": "now", "parameters": {"type": "object", "properties": {}}})
     first, second = (asked(chat, tools=[{"type": "function", "function": function}], return_token_ids=True)
