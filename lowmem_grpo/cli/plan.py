@@ -11,7 +11,7 @@ import click
 
 from lowmem_grpo.config.teacher import EMA, OF_MODEL, STORED, is_url
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES
-from lowmem_grpo.memory.layer_forms import FP8
+from lowmem_grpo.memory.layer_forms import FORMS
 from lowmem_grpo.runs.views.terminal import UserPath, columns, echo, plain_errors, was_given
 from lowmem_grpo.utils import COUNT, check_given, size_text, up_to
 
@@ -29,16 +29,19 @@ CHECKPOINTING: dict[str, bool | str] = {"auto": "auto", "offload": "offload", "t
 @click.option("--context", default=2048, show_default=True, help="Tokens of the longest sequence.")
 @click.option("--generations", "num_generations", default=8, show_default=True, help="Completions for each prompt.")
 @click.option("--rank", "lora_rank", default=32, show_default=True, help="Rank of LoRA on all linear layers.")
+@click.option("--expert-lora", is_flag=True, help="LoRA of this rank on each expert of a mixture too.")
 @click.option("--modules-to-save", help="Trained whole, beside LoRA: embed_tokens, lm_head, or both with a comma.")
 @click.option("--trained-rows", default=0, help="Trained rows of embedding and head, beside LoRA.")
 @click.option("--gpu-memory-utilization", type=float, help="Share of the card that the run may use.")
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=True, show_default=True)
 @click.option("--fp8", "load_in_fp8", is_flag=True, help="Weights in FP8, as load_in_fp8=True, in place of 4 bits.")
+@click.option("--offload-embedding", "host_embedding", is_flag=True, default=None, help="The input embedding is looked "
+              "up on the host.  [default: chosen by the plan]")
 @click.option("--checkpointing", type=click.Choice(list(CHECKPOINTING)), default="auto", show_default=True,
               help="Gradient checkpointing: layer inputs on the host, but as many layers kept whole as have room; all "
               "on the host; on the card; none.")
 @click.option("--engine", type=click.Choice(["vllm", "transformers"]), help="What samples the completions.  [default: "
-              "vllm; transformers on a card below sm_80, as in a run]")
+              "vllm; transformers on a card below sm_80, and for families that vLLM does not sample, as in a run]")
 @click.option("--kv-cache-dtype", type=click.Choice(CACHE_DTYPES), default=AUTO, show_default=True,
               help="Of vLLM's keys and values: the model's dtype, or 8-bit floats.")
 @click.option("--max-tokens", type=int, help="Tokens of a training micro-batch.  [default: chosen by the plan]")
@@ -80,15 +83,14 @@ def plan(
                              "other; give one of them")
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
         shape = ModelShape.from_config(config)
-        settings["engine"] = settings["engine"] or ("transformers" if shape.vision else engine_of(card))
+        settings["engine"] = settings["engine"] or (engine_of(card) if shape.family.vllm else "transformers")
+        if settings["expert_lora"] and shape.experts is None:
+            raise ValueError("--expert-lora: this model has no experts; leave it out")
         settings["image_tokens"] = image_tokens(shape, images, image_pixels)
         settings["modules_to_save"] = tuple(name.strip() for name in (modules_to_save or "").split(",") if name)
         settings["saved_itemsize"] = 4 if engine_of(card) == "transformers" else 2  # float32 beside float16 models
         said = planned_as(config, model, settings["engine"])
-        form = form_of_weights(load_in_4bit and not load_in_fp8, False, load_in_fp8)
-        if form != FP8 and stored_in_fp8(config):
-            echo(f"{model} is stored in FP8, in which its weights are held", err=True)
-            form = FP8
+        form = held_in(form_of_weights(load_in_4bit and not load_in_fp8, False, load_in_fp8), config, model)
         asked = RunSettings(form=form, checkpointing=CHECKPOINTING[checkpointing], **settings)
         check_given({"prompts": prompts}, {"prompts": up_to(MOST_PROMPTS)})
         whole = PROMPTS if prompts is None else prompts
@@ -148,13 +150,20 @@ def teacher_settings(teacher: str, student: Any, form: str, places: int) -> dict
             "teacher_bytes": 0 if own is None else own.weight_bytes(form) + own.table_bytes + own.host_bytes()}
 
 
-def stored_in_fp8(config: Any) -> bool:
-    """Return whether a checkpoint stores its weights in FP8; ValueError for an unsupported quantization."""
-    if config.get("quantization_config") if isinstance(config, dict) else hasattr(config, "quantization_config"):
-        from lowmem_grpo.models.stored_model import stored_form
+def held_in(form: str, config: Any, model: str) -> str:
+    """Return the form of weights asked for, or that in which a checkpoint stores them, of which a line is printed;
+    ValueError for an unsupported quantization."""
+    if not (config.get("quantization_config") if isinstance(config, dict) else hasattr(config, "quantization_config")):
+        return form
+    from lowmem_grpo.models.stored_model import stored_form
 
-        return stored_form(config, "the model") == FP8
-    return False
+    stored = stored_form(config, model)
+    if stored in (None, form):
+        return form
+    held = FORMS[stored]
+    what = "experts are held; its other weights are in 16 bits" if held.only_experts else "weights are held"
+    echo(f"{model} is stored in {held.words.partition(',')[0]}, in which its {what}", err=True)
+    return stored
 
 
 WIDTH = 100

@@ -46,6 +46,7 @@ class Attention:
     window: Literal["", "config", "layers"] = ""  # window: none, the config's in all layers, or in those it lists
     bias: bool | None = None  # on q, k and v; None: the config's `attention_bias`
     values_are_keys: bool = False  # layers without `v_proj` use their keys, before norm and RoPE, as values
+    sinks: bool = False  # a learned score of each head takes a share of its probabilities
     gated: bool = False  # `q_proj` also outputs a gate for the attention result
     lean: bool = True
 
@@ -55,6 +56,7 @@ class ExpertBlock:
     """A router with experts: gated MLPs, of which each token uses k."""
 
     kind: str  # transformers' class of the block of router and experts
+    biased: bool = False  # router and experts have biases
     lean: bool = True
 
 

@@ -44,8 +44,16 @@ class Linear:
         """The number of weights that each token is multiplied with."""
         return self.taken * self.rows * self.columns
 
+    @property
+    def biases(self) -> int:
+        return self.bias * self.experts * self.rows
+
+    def form_in(self, form: str) -> str:
+        """Return the form of this weight in a model of this form."""
+        return BITS_16 if FORMS[form].only_experts and self.experts == 1 else form
+
     def bytes_in(self, form: str) -> int:
-        return FORMS[form].nbytes(self)
+        return FORMS[self.form_in(form)].nbytes(self)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class WeightForm:
     instructions: Mapping[int, Mapping[int, float]] = field(default_factory=dict)  # of its decode kernel, if it has one
     narrow: bool = False  # this kernel is launched as in `few_rows.narrow_launch`
     experts: bool = True  # experts may be stored so
+    only_experts: bool = False  # the other linears of such a model are in 16 bits
 
 
 def nf4_bytes(linear: Linear) -> int:
@@ -77,7 +86,8 @@ FORMS = {
         "FP8, a scale for each block", 8,
         lambda linear: linear.weights + 4 * -(-linear.rows // 128) * -(-linear.columns // 128),
         instructions=DECODE_INSTRUCTIONS[FP8], experts=False),
-    MXFP4: WeightForm("MXFP4", 4, lambda linear: -(-linear.weights // 2) + -(-linear.weights // 32)),
+    MXFP4: WeightForm("MXFP4, as they are stored, other linears in 16 bits", 4,
+                      lambda linear: -(-linear.weights // 2) + -(-linear.weights // 32), only_experts=True),
     BITS_16: WeightForm("16 bits", 16, lambda linear: 2 * linear.weights),
 }
 
@@ -156,7 +166,8 @@ class ExpertForm:
         every, without = fields.get("decoder_sparse_step") or 1, fields.get("mlp_only_layers") or ()
         layers = set(range(every - 1, fields["num_hidden_layers"], every)) - set(without)
         count = next(fields[name] for name in EXPERTS if fields.get(name))  # transformers renames the file's field
-        return cls(len(layers), count, fields["num_experts_per_tok"], fields["moe_intermediate_size"])
+        inner = fields.get("moe_intermediate_size") or fields["intermediate_size"]
+        return cls(len(layers), count, fields["num_experts_per_tok"], inner)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowmem_grpo.memory import families, layer_forms
 from lowmem_grpo.memory.families import Family
-from lowmem_grpo.memory.layer_forms import DeltaForm, ExpertForm, LayerForm, Linear, VisionForm
+from lowmem_grpo.memory.layer_forms import MXFP4, DeltaForm, ExpertForm, LayerForm, Linear, VisionForm
 from lowmem_grpo.utils import (
     OF_KINDS,
     POSITIVE,
@@ -64,6 +64,7 @@ class ModelShape:
     experts: ExpertForm | None = None  # for layers with experts instead of an MLP
     delta: DeltaForm | None = None  # for layers with a delta net instead of attention; in `each`, set for these only
     vision: VisionForm | None = None  # of a model that reads images
+    stored: str = ""  # the form of 4 bits in which its checkpoint stores experts, which are kept so; "": another
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelShape":
@@ -92,6 +93,7 @@ class ModelShape:
             turned=layer_forms.turned_share(fields, row), experts=ExpertForm.from_config(fields) if mixed else None,
             delta=DeltaForm.from_config(fields) if row.delta_net else None,
             vision=VisionForm.from_config(whole["vision_config"]) if images else None,
+            stored=MXFP4 if (whole.get("quantization_config") or {}).get("quant_method") == MXFP4 else "",
         )
         if not forms:
             return shape
@@ -154,9 +156,10 @@ class ModelShape:
                        "qkv_proj": self.queries + 2 * self.keys}
             yield from (Linear(name, outputs[name], self.hidden, self.attention_bias) for name in attention.inner
                         if outputs[name])
-            yield Linear("o_proj", self.hidden, self.queries)
+            yield Linear("o_proj", self.hidden, self.queries, self.attention_bias and attention.bias is None)
         if self.experts is not None:
-            many: dict[str, Any] = {"lora": False, "experts": self.experts.count, "taken": self.experts.taken}
+            many: dict[str, Any] = {"lora": False, "experts": self.experts.count, "taken": self.experts.taken,
+                                    "bias": self.family.experts is not None and self.family.experts.biased}
             yield Linear("experts.gate_up_proj", 2 * self.experts.inner, self.hidden, **many)
             yield Linear("experts.down_proj", self.hidden, self.experts.inner, **many)
             return
@@ -196,15 +199,17 @@ class ModelShape:
 
     def layer_bytes(self, form: str) -> int:
         """Return the bytes of one layer with its norms."""
-        linears = sum(linear.bytes_in(form) + 2 * linear.bias * linear.rows for linear in self.linears())
+        linears = sum(linear.bytes_in(form) + 2 * linear.biases for linear in self.linears())
         side_by_side = (group for group in self.groups() if len(group) > 1)
         linears += sum(layer_forms.FORMS[form].joined(linear) for group in side_by_side for linear in group)
         return linears + self.norm_bytes() + 2 * len(self.family.buffers)
 
     def norm_bytes(self) -> int:
-        """Return the bytes of a layer's norms, its router and, in a delta net, all weights except projections."""
+        """Return the bytes of a layer's norms, sinks and router and, in a delta net, all weights except projections."""
         hidden = 2 * (self.family.norms + bool(self.per_layer)) * self.hidden
-        hidden += 2 * self.experts.count * self.hidden if self.experts is not None else 0  # the router
+        hidden += 2 * self.heads * self.family.attention.sinks
+        if self.experts is not None and self.family.experts is not None:  # the router
+            hidden += 2 * self.experts.count * (self.hidden + self.family.experts.biased)
         if self.delta is not None:
             return hidden + self.delta.weight_bytes
         heads = {"": 0, "heads": (1 + self.own_keys) * self.head_size, "whole": self.queries + self.keys}
@@ -231,10 +236,12 @@ class ModelShape:
         per_layer = 2 * self.per_layer_vocabulary * self.layers * self.per_layer
         return per_layer + (0 if self.tied else self.table_bytes)
 
-    def lora_weights(self, rank: int, least: int = 0) -> int:
-        """Return the number of LoRA weights. A tensor (A or B) with fewer than `least` weights is not counted."""
-        return sum(count * rank * side for count, linear in self.all_linears() if linear.lora
-                   for side in (linear.rows, linear.columns) if rank * side >= least)
+    def lora_weights(self, rank: int, least: int = 0, experts: bool = False) -> int:
+        """Return the number of LoRA weights; with `experts`, also those of an adapter for each of them. A tensor (A or
+        B) with fewer than `least` weights is not counted."""
+        return sum(count * numbers for count, linear in self.all_linears() if linear.lora or (
+            experts and linear.experts > 1) for side in (linear.rows, linear.columns)
+            if (numbers := linear.experts * rank * side) >= least)
 
     def kv_bytes(self, tokens: int, itemsize: int = 2) -> int:
         """Return the bytes of one sequence's keys and values, and of its states in layers without attention."""

@@ -56,6 +56,7 @@ class RunSettings:
     reward_host_bytes: int = 0  # all reward models, on the host between steps
     image_tokens: int = 0  # of a prompt, at most
     ranks: int = 1  # processes of the run, each with its own card; all other settings are per process
+    expert_lora: bool = False  # whether each expert of a mixture has LoRA too
     trained: int | None = None  # weights of the adapter; None: those of `lora_rank` on all linears
     trained_bytes: int | None = None  # their size, and that of their gradients; None: in float32
     modules_to_save: tuple[str, ...] = ()  # embedding and head, where they are trained whole beside LoRA
@@ -85,7 +86,7 @@ class RunSettings:
         if in_8_bits(self.kv_cache_dtype) and self.engine != "vllm":
             raise ValueError(f"kv_cache_dtype is {self.kv_cache_dtype!r} and engine is {self.engine!r}, whose cache "
                              "has the model's dtype; use engine='vllm', or leave it out")
-        if self.sampling_weights == "16bit" and self.form == BITS_16:
+        if self.sampling_weights == "16bit" and (self.form == BITS_16 or FORMS[self.form].only_experts):
             raise ValueError("sampling_weights is '16bit', which needs 4-bit or FP8 weights; leave it out, or set "
                              "form='nf4'")
 

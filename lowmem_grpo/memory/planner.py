@@ -10,7 +10,7 @@ from typing import Any
 
 from lowmem_grpo.memory import cards
 from lowmem_grpo.memory.cards import Device, in_8_bits
-from lowmem_grpo.memory.layer_forms import BITS_16
+from lowmem_grpo.memory.layer_forms import BITS_16, FORMS, NF4
 from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import PAGED, SAVED, build, recorded
@@ -68,6 +68,7 @@ def checked_shape(model_config: Any, run_config: RunSettings, device: Device) ->
 
 def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
     """Return a plan that fits, if possible. Settings are the fastest, or slower where a peak is too high."""
+    asked = replace(asked, form=shape.stored) if shape.stored and asked.form == NF4 else asked
     draft = lowered(shape, asked, device)
     if asked.spread is None:
         alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # one sequence per micro-batch
@@ -111,7 +112,8 @@ def dequantized(shape: ModelShape, draft: MemoryPlan) -> MemoryPlan:
     """Return the plan with weights dequantized for sampling, if the KV cache keeps its size and decoding is faster."""
     settings, rows = draft.settings, draft.settings.sequences or draft.settings.num_generations
     own = settings.engine != "vllm"
-    if settings.sampling_weights is not None or settings.form == BITS_16 or (own and not recorded(shape)):
+    sixteen = settings.form == BITS_16 or FORMS[settings.form].only_experts
+    if settings.sampling_weights is not None or sixteen or (own and not recorded(shape)):
         return draft
     wide = changed(shape, draft, "sampling_weights", "16bit", WIDE)
     if not wide.fits or wide.kv_bytes != draft.kv_bytes:
@@ -294,5 +296,6 @@ def fitting_models(asked: RunSettings, device: Device) -> list[str]:
     """Return the known models that fit with these settings, smallest first."""
     shapes = {name: ModelShape.from_config(named_config(name)) for name in named_shapes()}
     return sorted((name for name, shape in shapes.items() if shape.has_form(asked.form)
+                   and (shape.family.vllm or asked.engine != "vllm")
                    and asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits),
                   key=lambda name: shapes[name].linear_weights)

@@ -80,11 +80,12 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     table_note = "the head is the same table" if shape.tied else "16 bits"
     table_note += "; that of each layer's own numbers in 16 bits" if shape.per_layer else ""
     where = "on the host" if settings.host_embedding and shape.host_bytes() else table_note
-    held, adapted = ("linears", "all linears") if shape.experts is None else ("linears and experts", "attention")
-    kind, ranks = FORMS[settings.form].words, settings.ranks > 1  # with several, gradients are summed in a copy
+    form, ranks = FORMS[settings.form], settings.ranks > 1  # with several, gradients are summed in a copy
+    held = "linears" if shape.experts is None else "experts" if form.only_experts else "linears and experts"
+    adapted = "all linears" if shape.experts is None else "attention" + " and each expert" * settings.expert_lora
     tower = 0 if shape.vision is None else shape.vision.weight_bytes
     return [
-        PlanRow("weights", weights, weights, note=f"{held} in {kind}; norms, biases"),
+        PlanRow("weights", weights, weights, note=f"{held} in {form.words}; norms, biases"),
         *([PlanRow("vision tower", tower, tower, note="frozen, 16 bits")] if tower and not settings.host_tower else []),
         *([PlanRow("teacher", settings.teacher_bytes, settings.teacher_bytes, note="weights of another model")]
           if settings.teacher_bytes else []),
@@ -100,7 +101,11 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
 
 
 def trained_numbers(shape: ModelShape, settings: RunSettings) -> int:
-    return shape.lora_weights(settings.lora_rank) if settings.trained is None else settings.trained
+    return lora_numbers(shape, settings) if settings.trained is None else settings.trained
+
+
+def lora_numbers(shape: ModelShape, settings: RunSettings, least: int = 0) -> int:
+    return shape.lora_weights(settings.lora_rank, least, settings.expert_lora)
 
 
 def saved_numbers(shape: ModelShape, settings: RunSettings) -> tuple[int, int, int]:
@@ -135,18 +140,18 @@ def saved_text(shape: ModelShape, settings: RunSettings) -> str:
 
 def state_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
     """Return the bytes of AdamW's states that stay on the card, and of those on the host, or that may move there."""
-    numbers, rank = trained_numbers(shape, settings), settings.lora_rank
+    numbers = trained_numbers(shape, settings)
     each, (_, away, _) = OPTIMIZER_BYTES[settings.optim or PAGED], saved_numbers(shape, settings)
     states, on_host = int(each * (all_numbers(shape, settings) - away)), int(each * away)
     if settings.optim != PAGED:
         return states, on_host
-    share = shape.lora_weights(rank, PAGED_NUMBERS) / shape.lora_weights(rank)
+    share = lora_numbers(shape, settings, PAGED_NUMBERS) / lora_numbers(shape, settings)
     paged = int(2 * share * numbers)  # those of whole matrices stay
     return states - paged, on_host + paged
 
 
 def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
-    if settings.trained in (None, shape.lora_weights(settings.lora_rank)):
+    if settings.trained in (None, lora_numbers(shape, settings)):
         return f"LoRA of rank {settings.lora_rank} on {layers}"
     return f"LoRA of {settings.trained:,} numbers, of rank {settings.lora_rank} at most"
 

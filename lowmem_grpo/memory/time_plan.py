@@ -104,7 +104,8 @@ class StepTime:
     def few(self) -> int:
         """The most rows for which decode steps read quantized codes. It is the kernel's limit, or, if there are also
         weights in 16 bits, the number up to which the kernel is no slower."""
-        most = 0 if self.settings.form == BITS_16 else max(self.instructions, default=0)
+        form = self.settings.form
+        most = 0 if form == BITS_16 or FORMS[form].only_experts else max(self.instructions, default=0)
         if self.quantized:
             return most
         linears = [(count, linear) for count, linear in self.shape.all_linears() if linear.experts == 1]
@@ -151,7 +152,7 @@ class StepTime:
     def dequantize(self, linears: Iterable[Linear]) -> float:
         """Return the seconds to dequantize weights from 4 bits or FP8 to 16, read and write; 0 if not quantized."""
         form = self.settings.form
-        return 0.0 if form == BITS_16 else self.move(sum(w.bytes_in(form) + 2 * w.weights for w in linears))
+        return self.move(sum(w.bytes_in(form) + 2 * w.weights for w in linears if w.form_in(form) != BITS_16))
 
     def stretches(self) -> list[Stretch]:
         """Return the decode steps, grouped by the rows they compute. Once no sequence waits, finished rows are not
@@ -275,7 +276,8 @@ class StepTime:
 
     def products(self, linears: list[Linear], lora: int) -> float:
         """Return the seconds of `layer` without dequantization."""
-        adapted = sum(linear.rows + linear.columns for linear in self.linears if linear.experts == 1)
+        every = self.settings.expert_lora
+        adapted = sum(w.taken * (w.rows + w.columns) for w in self.linears if w.experts == 1 or every)
         numbers = sum(linear.passed for linear in linears) + lora * self.settings.lora_rank * adapted
         return self.micro_batches * self.multiply(numbers, self.work.places / self.micro_batches)
 

@@ -229,6 +229,6 @@ class StepShape:
 
     def band(self) -> int:
         """Return the most bytes of weights that are dequantized at a time."""
-        groups = self.model.groups() if self.settings.form != BITS_16 else []
-        largest = max((WORD * sum(linear.weights for linear in group) for group in groups), default=0)
+        largest = max(WORD * sum(linear.weights for linear in group if linear.form_in(self.settings.form) != BITS_16)
+                      for group in self.model.groups())
         return largest // max(1, -(-largest // BAND_BYTES))

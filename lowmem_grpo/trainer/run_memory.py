@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, context: int) -> RunSettings:
     """Return the planner's settings for a run, from the values in effect."""
     base: Any = model.get_base_model()
-    trained, rows = ([weight.parameter for weight in TrainedSet.of(model) if part in weight.name]
-                     for part in (".lora_", ".trainable_tokens_delta."))
+    trained, rows, of_experts = ([weight.parameter for weight in TrainedSet.of(model) if part in weight.name]
+                                 for part in (".lora_", ".trainable_tokens_delta.", ".experts."))
     ends = {EMBEDDING: base.get_input_embeddings().weight, HEAD: base.get_output_embeddings().weight}
     whole = {name: weight for name, weight in ends.items() if weight.requires_grad}
     tiled, checkpointing = bool(tiled_mlps(base)), bool(base.is_gradient_checkpointing)
@@ -48,7 +48,8 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
     return RunSettings(
         context=context, num_generations=config.completions_per_prompt,
         lora_rank=max(int(lora["r"]), *(lora.get("rank_pattern") or {}).values(), 0),
-        trained=sum(p.numel() for p in trained) or None, trained_bytes=sum(p.nbytes for p in trained) or None,
+        expert_lora=bool(of_experts), trained=sum(p.numel() for p in trained) or None,
+        trained_bytes=sum(p.nbytes for p in trained) or None,
         modules_to_save=tuple(whole), trained_rows=sum(map(len, rows)),
         saved_itemsize=max((weight.element_size() for weight in whole.values()), default=2), form=form_of(base),
         checkpointing=checkpointing and (may_keep(model, config) or ("offload" if model.loaded.offload else True)),

@@ -124,6 +124,13 @@ def test_settings_reach_the_plan_and_its_time() -> None:
     assert found["device"]["budget"] == found["device"]["total"] / 2
 
 
+def test_lora_on_experts_and_an_embedding_on_the_host_are_planned_where_asked() -> None:
+    words = ("--gpu", "h100", "--engine", "transformers", "--expert-lora", "--offload-embedding")
+    settings = json.loads(plan("--model", "qwen3-30b-a3b", *words, "--json").output)["settings"]
+    assert settings["expert_lora"] and settings["host_embedding"]
+    assert "--expert-lora: this model has no experts" in plan("--model", "qwen3-4b", *words).output
+
+
 def test_fp8_weights_take_a_byte_each_and_an_fp8_checkpoint_is_planned_so(tmp_path: Path) -> None:
     words = ("--gpu", "h200", "--prompts", 16, "--json")
     four_bit, fp8, plain = (json.loads(plan("--model", "qwen3-4b", *words, *form).output)
@@ -167,10 +174,12 @@ def test_a_config_of_the_hub_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_plan_says_what_is_known_of_the_models_family(tmp_path: Path) -> None:
     config, told = tmp_path / "config.json", {}
-    for kind in ("qwen2", "smollm3", "helium", "gpt_oss"):
+    for kind in ("qwen2", "helium", "gemma2", "smollm3"):
         config.write_text(json.dumps(named_config("qwen2.5-1.5b") | {"model_type": kind}))
         told[kind] = plan("--model", config, "--gpu", "24GiB").output
     assert "sampled by: vLLM and transformers" in told["qwen2"] and "note:" not in told["qwen2"]
-    assert "note: vLLM does not sample SmolLM3: plan with --engine transformers" in told["smollm3"]
+    assert "sampled by: transformers" in told["smollm3"] and "note:" not in told["smollm3"], "it is planned so"
+    with_vllm = plan("--model", config, "--gpu", "24GiB", "--engine", "vllm").output
+    assert "note: vLLM does not sample SmolLM3: plan with --engine transformers" in with_vllm
     assert "a family that was not checked here (helium)" in told["helium"]
-    assert "is of the family gpt-oss: its attention has sinks" in told["gpt_oss"] and "weights" not in told["gpt_oss"]
+    assert "is of the family Gemma 2: its attention has soft" in told["gemma2"] and "weights" not in told["gemma2"]

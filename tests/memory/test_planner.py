@@ -561,8 +561,9 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8'; it must be one of auto, fp8, fp8_e4m3, fp8_e5m2"),
     ({"kv_cache_dtype": "fp8", "engine": "transformers"}, "whose cache has the model's dtype; use engine='vllm'"),
     ({"sampling_weights": "8bit"}, "sampling_weights is '8bit'; it must be one of 4bit, 16bit, or None"),
-    *(({"sampling_weights": "16bit", "form": "16bit", "engine": engine},
-       "sampling_weights is '16bit', which needs 4-bit or FP8 weights") for engine in ("vllm", "transformers")),
+    *(({"sampling_weights": "16bit", "form": form, "engine": engine},
+       "sampling_weights is '16bit', which needs 4-bit or FP8 weights")
+      for form in ("16bit", "mxfp4") for engine in ("vllm", "transformers")),
 ]
 
 
@@ -874,6 +875,17 @@ def test_what_the_experts_hold_inside_is_planned(monkeypatch: pytest.MonkeyPatch
     shape = ModelShape.from_config(named_config(MIXTURE) | {"hidden_size": 128})
     step = training_step.StepShape(shape, RunSettings(tokens), tokens)
     assert 0.8 * storage.peak <= step.at_experts(experts) <= 1.3 * storage.peak
+
+
+def test_lora_on_each_expert_would_be_missing_in_the_plan() -> None:
+    """By hand: of 48 layers, 128 experts with gate and up of 2048 x 1536, and down of 768 x 2048."""
+    given = settings_of(512, lora_rank=4)
+    alone, each = (rows_of(build(shape_of(MIXTURE), replace(given, expert_lora=every), device("1024GiB")))
+                   for every in (False, True))
+    numbers = 48 * 128 * 4 * (2048 + 1536 + 768 + 2048)
+    assert each["adapters"].train - alone["adapters"].train == 4 * numbers
+    assert each["optimizer"].train - alone["optimizer"].train == pytest.approx(2.03125 * numbers, abs=1)
+    assert "of rank 4 on attention and each expert" in each["adapters"].note
 
 
 def test_experts_in_a_form_in_which_they_are_not_held_have_no_plan() -> None:
