@@ -2,8 +2,8 @@
 
     out = x W^T + scale * xa_s B^T + bias        xa_s: the R columns of xa = x A^T that belong to matrix s of W
 
-x (M, K) with M up to 64, W (N, K), xa (M, S * R), B (N, R), bias (N,); W is S matrices on top of each other, in NF4 or
-FP8 (few_rows_kernels.py).
+x (M, K) with M up to 64, W (N, K), xa (M, S * R), B (N, R), bias (N,); W is S matrices on top of each other, in NF4,
+FP8 or NVFP4 (few_rows_kernels.py).
 
 W is the large operand of the tensor cores and x, with M padded to 8, 16, 32 or 64, the narrow one, so M costs next to
 nothing. Weights are scaled in float32 and rounded to x.dtype first, which gives exactly the values of training. The
@@ -32,7 +32,8 @@ WIDE = 8192  # with this many outputs there are enough blocks to make each large
 #
 #     T4, sm_75    NF4: kernel 2.6, dequantize and multiply 15.7: 5 blocks.    FP8: 4.2 and 17.4: 4 blocks
 #     V100, sm_70  NF4: 1.4 and 5.6: 4 blocks.                                 FP8: 1.9 and 6.2: 3 blocks
-TAKEN_ROWS = {"nf4": {80: 64, 75: 40, 0: 32}, "fp8": {80: 64, 75: 32, 0: 24}}
+TAKEN_ROWS = {"nf4": {80: 64, 75: 40, 0: 32}, "fp8": {80: 64, 75: 32, 0: 24},
+              "nvfp4": {80: 64, 75: 40, 0: 32}}
 # Arguments that are not specialised: no new compilation if one of them is 1 or a multiple of 16.
 VARYING = ["m_size", "matrices", "second", "third", "bias_size"]
 
@@ -50,7 +51,7 @@ def decode_ref(
 
 
 def takes_rows(x: Tensor, features: Sequence[int], form: str) -> bool:
-    """Return whether the kernel for `form` ("nf4" or "fp8") takes x (M, K): few 16-bit rows on CUDA, few matrices."""
+    """Return whether the kernel for `form` ("nf4", ...) takes x (M, K): few 16-bit rows on CUDA, few matrices."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or len(features) > MAX_MATRICES:
         return False
     return 0 < x.shape[0] <= taken_rows(capability(x.device), form) and sum(features) > 0
@@ -62,7 +63,7 @@ def max_rows(capability: int) -> int:
 
 
 def taken_rows(capability: int, form: str) -> int:
-    """Return the most rows for which the kernel of this form ("nf4" or "fp8") is faster than dequantizing first."""
+    """Return the most rows for which the kernel of this form ("nf4", ...) is faster than dequantizing first."""
     return next(most for least, most in TAKEN_ROWS[form].items() if capability >= least)
 
 

@@ -1,4 +1,4 @@
-"""x W^T for a few rows of x and W in NF4 or FP8, with LoRA and bias in the same kernel (see few_rows.py).
+"""x W^T for a few rows of x and W in NF4, FP8 or NVFP4, with LoRA and bias in the same kernel (see few_rows.py).
 
 NF4: a byte holds an even and an odd column. The high nibbles are multiplied with the even columns of x and the low ones
 with the odd columns, in two products, so that nothing is interleaved. Measured on an H100 in a CUDA graph, for 4096 x
@@ -8,6 +8,8 @@ then a step of the loop reads up to four blocks of 64, which no card has measure
 FP8: scales are by row, one for all, or by blocks that a tile of 64 columns does not cross (128 x 128; groups of 64 or
 more). With finer blocks the weight is dequantized first. From sm_89 on the card converts codes itself; before sm_89,
 the bits are moved (fp8.py).
+
+NVFP4: as NF4, but the low nibbles are the even columns, and a scale is of 8 bytes. No card has measured it.
 """
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from lowmem_grpo.kernels import few_rows
 from lowmem_grpo.kernels.few_rows import VARYING, finish
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
-from lowmem_grpo.kernels.triton_utils import Variant, capability, e4m3, tl, triton
+from lowmem_grpo.kernels.triton_utils import Variant, capability, e2m1, e4m3, tl, triton
 
 STEP = 64  # columns of FP8 codes that each share of K reads at a time
 NATIVE = 89  # compute capability from which Triton has the type e4m3
@@ -176,5 +178,72 @@ def fp8_variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     ]
 
 
+@triton.jit(do_not_specialize=VARYING)
+def nvfp4_decode_kernel(
+    out_ptr, x_ptr, codes_ptr, scales_ptr, divisors_ptr, row_bytes, xa_ptr, lora_b_ptr, bias_ptr, scale_ptr, scale,
+    tensor_scale, m_size, n_size, rank, matrices, second, third, bias_size,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, BYTES: tl.constexpr, NATIVE: tl.constexpr,
+):
+    dtype = x_ptr.dtype.element_ty
+    row_bytes = tl.multiple_of(row_bytes, 32)  # as `can_decode` demands
+    first_row = tl.program_id(1) * BLOCK_M
+    out_ptr += first_row * n_size
+    x_ptr += first_row * (2 * row_bytes)
+    xa_ptr += first_row * matrices * rank
+    m_size -= first_row
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    split = tl.arange(0, SPLIT)
+    n_row = tl.where(n < n_size, n, 0)
+    row = n_row.to(tl.int64)[None, :, None] * row_bytes
+    divisors = tl.load(divisors_ptr + n_row)[None, :, None]
+    code_rows = codes_ptr + row + tl.arange(0, BYTES)[None, None, :]
+    scale_rows = scales_ptr + row // 8 + tl.arange(0, BYTES // 8)[None, None, :]
+    m_row = tl.where(m < m_size, m, 0)  # a row is read twice rather than masked, and its result is not stored
+    x_rows = x_ptr + m_row[None, :, None] * (2 * row_bytes) + tl.arange(0, 2 * BYTES)[None, None, :]
+    total = tl.zeros((SPLIT, BLOCK_N, BLOCK_M), tl.float32)
+    for step in range(0, tl.cdiv(row_bytes, SPLIT * BYTES)):
+        byte = ((step * SPLIT + split) * BYTES)[:, None, None]
+        inside = byte < row_bytes
+        codes = tl.load(code_rows + byte, mask=inside, other=0)
+        x = tl.load(x_rows + 2 * byte, mask=inside, other=0.0)
+        even, odd = tl.split(tl.reshape(x, (SPLIT, BLOCK_M, BYTES, 2)))
+        scales = e4m3(tl.load(scale_rows + byte // 8, mask=inside, other=0), NATIVE)
+        scales = tl.div_rn(scales, divisors)[:, :, :, None]
+        low = tl.reshape(e2m1(codes & 15), (SPLIT, BLOCK_N, BYTES // 8, 8)) * scales
+        high = tl.reshape(e2m1(codes >> 4), (SPLIT, BLOCK_N, BYTES // 8, 8)) * scales
+        low = tl.reshape(low.to(dtype), (SPLIT, BLOCK_N, BYTES))
+        high = tl.reshape(high.to(dtype), (SPLIT, BLOCK_N, BYTES))
+        total = tl.dot(low, tl.trans(even, (0, 2, 1)), total, input_precision="ieee")
+        total = tl.dot(high, tl.trans(odd, (0, 2, 1)), total, input_precision="ieee")
+    finish(
+        out_ptr, total, n, m, split, xa_ptr, lora_b_ptr, bias_ptr, scale_ptr, scale, tensor_scale, m_size, n_size, rank,
+        matrices, second, third, bias_size, SPLIT,
+    )
+
+
+def nvfp4_decode_triton(
+    x: Tensor, tensors: list[Tensor], sizes: list[int], features: list[int], xa: Tensor | None, lora_b: Tensor | None,
+    scale: float, scale_tensor: Tensor | None, bias: Tensor | None,
+) -> Tensor:
+    """Launch the kernel; x, xa (M, S * R) and lora_b (N, R) are contiguous and of one dtype."""
+    rows, outputs, chip = x.shape[0], sum(features), capability(x.device)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    launch = few_rows.narrow_launch(rows, outputs, x.shape[1], chip)
+    nvfp4_decode_kernel[few_rows.grid(rows, outputs, launch)](
+        out, x, *tensors, x.shape[1] // 2,
+        *few_rows.finish_arguments(x, tensors[2], features, xa, lora_b, scale, scale_tensor, bias),
+        NATIVE=chip >= NATIVE, **launch.options,
+    )
+    return out
+
+
+def nvfp4_variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    types = {"codes_ptr": "*u8", "scales_ptr": "*u8", "divisors_ptr": "*fp32"}
+    choices = few_rows.launches(capability) if capability < 80 else few_rows.narrow_launches(capability)
+    return [few_rows.variant(f"nvfp4_decode {name}", nvfp4_decode_kernel, types, dtype, launch,
+                             NATIVE=capability >= NATIVE) for name, launch in choices.items()]
+
+
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    return [*nf4_variants(capability, dtype), *fp8_variants(capability, dtype)]
+    return [*nf4_variants(capability, dtype), *fp8_variants(capability, dtype), *nvfp4_variants(capability, dtype)]

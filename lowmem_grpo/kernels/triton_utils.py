@@ -106,3 +106,10 @@ def e4m3(code, NATIVE: tl.constexpr):
     bits = (magnitude << 7) | ((code & 128).to(tl.uint16) << 8)
     value = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     return tl.where(magnitude == 127, float("nan"), value)
+
+
+@triton.jit
+def e2m1(code):
+    """Return the value of each E2M1 code (uint8, below 16) in float32: its bits in a float16 are the value / 2**14."""
+    bits = ((code & 7).to(tl.uint16) << 9) | ((code & 8).to(tl.uint16) << 12)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0

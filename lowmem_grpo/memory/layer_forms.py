@@ -9,6 +9,7 @@ from typing import Any
 from lowmem_grpo.memory.families import EXPERTS, Family
 
 NF4, FP8, FP8_BLOCK, MXFP4, BITS_16 = "nf4", "fp8", "fp8-block", "mxfp4", "16bit"  # how weights are stored, see FORMS
+NVFP4 = "nvfp4"
 BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights per scale, and scales per nested scale
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's code table, that of the quantized scales, and their offset
 GLOBAL_HEAD = 512  # default head size of Gemma 4's layers without a window
@@ -20,6 +21,7 @@ DECODE_INSTRUCTIONS = {
             0: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4}},
     "fp8": {89: {8: 5.3, 32: 6.0, 64: 8.6}, 80: {8: 12.7, 32: 13.3, 64: 15.8},
             75: {1: 15.4, 8: 24.7, 16: 49.4, 24: 74.1, 32: 98.8}, 0: {1: 15.4, 8: 24.7, 16: 49.4, 24: 74.1}},
+    "nvfp4": {80: {8: 8.0, 64: 8.0}, 75: {1: 8.0, 8: 17.6, 40: 88.0}, 0: {1: 8.0, 8: 17.6, 32: 70.4}},
 }
 
 
@@ -88,6 +90,8 @@ FORMS = {
         instructions=DECODE_INSTRUCTIONS[FP8], experts=False),
     MXFP4: WeightForm("MXFP4, as they are stored, other linears in 16 bits", 4,
                       lambda linear: -(-linear.weights // 2) + -(-linear.weights // 32), only_experts=True),
+    NVFP4: WeightForm("NVFP4", 4, lambda linear: linear.weights // 2 + linear.weights // 16 + 4 * linear.rows,
+                      instructions=DECODE_INSTRUCTIONS[NVFP4], narrow=True, experts=False),
     BITS_16: WeightForm("16 bits", 16, lambda linear: 2 * linear.weights),
 }
 

@@ -188,9 +188,10 @@ class ModelShape:
         return self.experts is None or layer_forms.FORMS[form].experts
 
     def weight_bytes(self, form: str) -> int:
-        """Return the bytes of all weights except embeddings, with linears in this form; ValueError for FP8 experts."""
+        """Return the bytes of all weights but embeddings, with linears in this form; ValueError if experts have none."""
         if not self.has_form(form):
-            raise ValueError("a mixture of experts is not held in FP8; plan it in 4 bits, or in 16")
+            held = form.partition("-")[0].upper()
+            raise ValueError(f"a mixture of experts is not held in {held}; plan it in 4 bits, or in 16")
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
         angles = sum({shape.turned_size: 2 * 4 * (shape.turned_size // 2) for _, shape in self.each()}.values())
         projection = Linear("per_layer_model_projection", self.layers * self.per_layer, self.hidden)

@@ -33,7 +33,7 @@ BLOCK = (128, 128)  # for load_in_fp8="block"
 SCALE = "weight_scale"  # beside `weight`, under the name that compressed-tensors gives it
 SCALES = (".weight_scale", ".weight_scale_inv")  # in compressed-tensors, and in fine-grained FP8
 # Scales of a layer's inputs and outputs and of the KV cache, all of which stay in 16 bits here.
-OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
+OF_ACTIVATIONS = (".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale", ".input_global_scale")
 PLAIN_WAY = "Take the model's checkpoint in 16 bits, and load it with load_in_fp8=True"
 
 logger = logging.getLogger(__name__)
@@ -112,14 +112,14 @@ def to_quantize(form: str, dtype: torch.dtype) -> FP8Config:
     return FP8Config(block=BLOCK if form == FP8_BLOCK else None, compute_dtype=str(dtype).removeprefix("torch."))
 
 
-def keep_stored(config: Any, dtype: torch.dtype, names: dict[str, str] | None = None) -> None:
-    """Replace the quantizer in the config of an FP8 checkpoint by ours, which keeps the weights as stored."""
+def keep_stored(config: Any, dtype: torch.dtype, names: dict[str, str] | None, quantizer: type[FP8Config]) -> None:
+    """Replace the quantizer in a checkpoint's config by this one of ours, which keeps the weights as stored."""
     block = block_of(quantization_of(config) or {})
     for part in (config.get_text_config(), config):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     kind = str(dtype).removeprefix("torch.")
-    config.quantization_config = FP8Config(block=block, compute_dtype=kind, names=names).to_dict()
+    config.quantization_config = quantizer(block=block, compute_dtype=kind, names=names).to_dict()
 
 
 @register_quantizer(NAME)
@@ -214,19 +214,12 @@ def stored_in_fp8(model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]
     """Return {path: block} of the linear layers stored in FP8 (None: one scale per row or per weight). ValueError if
     weights, scales and model do not fit, or an FP8 tensor is not the weight of a decoder's linear layer."""
     check_pairs(heads)
-    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
-    own, blocks = model.state_dict(), {}
-    for name, (kind, shape) in heads.items():
-        text = text_name(name, names)
-        if text is None or not kind.startswith("F8_") or name.endswith(SCALES):
-            continue
+    blocks = {}
+    stored = {name: name for name, (kind, _) in heads.items() if kind.startswith("F8_") and not name.endswith(SCALES)}
+    for name, path, linear in linears_stored(model, stored, names, "FP8"):
+        kind, shape = heads[name]
         if kind != "F8_E4M3":
             raise ValueError(f"{name} is stored in {kind}; of 8-bit floats only e4m3 is read. {PLAIN_WAY}")
-        plain, _ = rename_source_key(text, renamings, [], model.base_model_prefix, own)
-        path = plain.removesuffix(".weight")
-        linear = dict(model.named_modules()).get(path)
-        if type(linear) is not nn.Linear or linear is model.get_output_embeddings():
-            raise ValueError(f"{name} is stored in FP8, and only linear layers of the decoder may be. {PLAIN_WAY}")
         if shape != list(linear.weight.shape):
             raise ValueError(f"{name} is stored in FP8 as {tuple(shape)}, and the model's layer is "
                              f"{tuple(linear.weight.shape)}: the checkpoint and its config.json do not belong "
@@ -238,6 +231,23 @@ def stored_in_fp8(model: PreTrainedModel, heads: dict[str, tuple[str, list[int]]
                              + PLAIN_WAY)
         blocks[path] = fitting_block(name, (shape[0], shape[1]), heads[scale][1], block)
     return blocks
+
+
+def linears_stored(model: PreTrainedModel, stored: dict[str, str], names: dict[str, str], form: str
+                   ) -> Iterator[tuple[str, str, nn.Linear]]:
+    """Yield (key, path, layer) for the linear layers whose weights have the names `stored` in a 16-bit checkpoint;
+    ValueError for another module of the model."""
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    own, modules = model.state_dict(), dict(model.named_modules())
+    for key, name in stored.items():
+        text = text_name(name, names)
+        if text is None:
+            continue
+        path = rename_source_key(text, renamings, [], model.base_model_prefix, own)[0].removesuffix(".weight")
+        linear = modules.get(path)
+        if type(linear) is not nn.Linear or linear is model.get_output_embeddings():
+            raise ValueError(f"{key} is stored in {form}, and only linear layers of the decoder may be. {PLAIN_WAY}")
+        yield key, path, linear
 
 
 def check_pairs(heads: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowmem_grpo.kernels.fp8 import FP8Weight, adjacent_fp8
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight, PlainWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight, check_adjacent
+from lowmem_grpo.kernels.nvfp4 import NVFP4Weight
 from lowmem_grpo.memory.families import DELTA_IN, GATE_UP, SPLIT
 from lowmem_grpo.memory.offload.activations import storage_id
 from lowmem_grpo.models.quantized_linear import QuantizedLinear
@@ -128,8 +129,15 @@ def joined_offsets(weights: Sequence[NF4Weight]) -> Tensor | None:
     return first.as_strided((sum(counts),), (1,)) if last <= room else None
 
 
+def joined_nvfp4(weights: Sequence[NVFP4Weight]) -> NVFP4Weight | None:
+    codes, scales, divisors = map(joined, zip(*(weight.tensors for weight in weights), strict=True))
+    if codes is None or scales is None or divisors is None or len({weight.dtype for weight in weights}) > 1:
+        return None
+    return NVFP4Weight(codes, scales, divisors, weights[0].dtype, tuple(weight.shape[0] for weight in weights))
+
+
 JOINS: dict[str, Callable[..., FrozenWeight | None]] = {  # by kind; weights of other kinds are not joined
-    "plain": joined_plain, "nf4": joined_nf4, "fp8": joined_fp8}
+    "plain": joined_plain, "nf4": joined_nf4, "fp8": joined_fp8, "nvfp4": joined_nvfp4}
 
 
 def joined_weights(weights: Sequence[FrozenWeight]) -> FrozenWeight | None:

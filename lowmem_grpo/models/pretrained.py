@@ -1,4 +1,4 @@
-"""Load a stored model, its weights in 16 bits, in FP8 or in 4-bit NF4, and its tokenizer.
+"""Load a stored model, its weights in 16 bits, in FP8, in 4-bit NF4 or in NVFP4, and its tokenizer.
 
 transformers reads a tensor, quantizes it and frees it before the next one, so a 70B checkpoint needs memory for its
 quantized size and one tensor, on host and device.
@@ -29,7 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as their_logging
 
 from lowmem_grpo.memory.families import TOWER, check_family, family_of, has_experts, reads_images, with_experts
-from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4
+from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4, NVFP4
 from lowmem_grpo.memory.model_shape import read_config
 from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models import attention
@@ -37,9 +37,10 @@ from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.chat_ids import with_ids
 from lowmem_grpo.models.expert_loading import ExpertsNF4Config
 from lowmem_grpo.models.experts import use_routed_blocks
-from lowmem_grpo.models.fp8_layers import SCALE, keep_stored, to_quantize
+from lowmem_grpo.models.fp8_layers import SCALE, FP8Config, keep_stored, to_quantize
 from lowmem_grpo.models.gguf_file import gguf_config, gguf_tensors
 from lowmem_grpo.models.hub import first_line
+from lowmem_grpo.models.nvfp4_layers import NVFP4Config
 from lowmem_grpo.models.quantized_linear import form_of, linears_in_4bit, quantized_linears
 from lowmem_grpo.models.stored_model import say_other_weights, stored_form, text_names, text_part
 from lowmem_grpo.utils import BOTH, is_gguf
@@ -58,6 +59,7 @@ EXPERTS_STAY = ("{!r} is a mixture of experts{}. Only linear layers would be qua
                 "in 16 bits, load_in_4bit=False: its experts stay frozen, and LoRA goes on its attention")
 STORED_EXPERTS = ("{!r} is a mixture of experts that is stored in {}, and its experts are not read in this form. Take "
                   "its checkpoint in 16 bits (in its name there is no {}), and load it with load_in_4bit=True")
+STORED = {FP8: "FP8", NVFP4: "NVFP4", NF4: "4 bits"}
 DAMAGE = ("{!r} cannot be loaded ({}: {}): a field of its config.json, generation_config.json or tokenizer_config.json "
           "has a wrong type or value; fetch the model again")
 DAMAGED = (TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RecursionError,
@@ -79,7 +81,7 @@ class Pretrained:
 
     def load(self, dtype: torch.dtype, device: str, form: str) -> tuple[PreTrainedModel, Any]:
         """Return the frozen model on its device, with weights in this form (NF4, FP8, FP8_BLOCK or BITS_16), and its
-        tokenizer. A checkpoint stored in NF4 or FP8 stays as it is."""
+        tokenizer. A checkpoint stored in NF4, FP8 or NVFP4 stays as it is."""
         with self.naming_the_model(), freed_memory_returned():
             config, names = self.parts()
             check_dtype(config, dtype)
@@ -226,8 +228,7 @@ def check_experts(config: Any, stored: str | None, form: str, name: str) -> None
         return
     row = family_of(config)
     if stored is not None:
-        label = "FP8" if stored == FP8 else "4bit"
-        raise ValueError(STORED_EXPERTS.format(name, "FP8" if stored == FP8 else "4 bits", label))
+        raise ValueError(STORED_EXPERTS.format(name, STORED[stored], STORED[stored].replace(" bits", "bit")))
     if row is None or row.experts is None:
         raise ValueError(EXPERTS_STAY.format(name, "", f"Take a dense model, or {with_experts()} in 4 bits"))
     if form != NF4:
@@ -245,10 +246,10 @@ def check_turns(config: Any, tokenizer: Any, name: str) -> None:
 
 def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
                  names: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return the quantization arguments for from_pretrained; {} for a checkpoint that is stored in NF4 or FP8, or is to
-    stay in 16 bits. The config of an FP8 checkpoint gets our quantizer."""
-    if stored == FP8:
-        keep_stored(config, dtype, names)
+    """Return the quantization arguments for from_pretrained; {} for a checkpoint that is stored in NF4, FP8 or NVFP4,
+    or is to stay in 16 bits. The config of a checkpoint in FP8 or NVFP4 gets our quantizer."""
+    if stored in (FP8, NVFP4):
+        keep_stored(config, dtype, names, FP8Config if stored == FP8 else NVFP4Config)
         return {}
     if stored == NF4 or form == BITS_16:
         return {}  # not None, which would override the config of a checkpoint in NF4
@@ -263,7 +264,7 @@ def say_stored(name: str, stored: str, form: str) -> None:
         logger.warning("%s is stored in FP8: its weights are used as they are, at one byte each, and not in 4 bits. "
                        "For 4 bits take its checkpoint in 16 bits", name)
     else:
-        logger.info("%s is stored in %s: its weights are used as they are", name, "FP8" if stored == FP8 else "4 bit")
+        logger.info("%s is stored in %s: its weights are used as they are", name, STORED[stored])
 
 
 def nf4(dtype: torch.dtype, config: Any = None,

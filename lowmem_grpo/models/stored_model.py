@@ -1,5 +1,5 @@
 """Find a stored model by its name (a folder, a GGUF file or a name on the hub), and read from its config the form of
-its weights: 16 or 32 bits, NF4, FP8, or an unsupported one.
+its weights: 16 or 32 bits, NF4, FP8, NVFP4, or an unsupported one.
 
 From a multimodal checkpoint only the text model is loaded, by transformers' class for it. No torch is imported here, so
 that a wrong name or an unsupported checkpoint is refused at once.
@@ -15,7 +15,7 @@ from typing import Any
 
 from lowmem_grpo.config.teacher import OF_MODEL, STORED, is_url
 from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16
-from lowmem_grpo.memory.layer_forms import FP8, NF4
+from lowmem_grpo.memory.layer_forms import FP8, NF4, NVFP4
 from lowmem_grpo.memory.model_shape import named_config, read_config
 from lowmem_grpo.models.gguf_file import gguf_config
 from lowmem_grpo.runs.saved_adapter import adapter_at
@@ -34,6 +34,7 @@ EMBEDDED = (TINY, TINY_GAMES, TINY_INBOX, TINY_TALKS, TINY_SHAPES)
 SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # config fields that list unquantized modules
 PLAIN_ONE = ("take the model's checkpoint in 16 bits (in its name there is no {0}), and load it with load_in_4bit=True "
              "or load_in_fp8=True")
+OF_COMPRESSED = {"float-quantized": (FP8, 8), "naive-quantized": (FP8, 8), "nvfp4-pack-quantized": (NVFP4, 4)}
 LABELS = {  # transformers' quant_method, or a format of compressed-tensors -> its common name
     "mxfp4": "MXFP4", "gptq": "GPTQ", "awq": "AWQ", "nvfp4": "NVFP4", "mxfp8": "MXFP8", "fbgemm_fp8": "FBGEMM FP8",
     "nvfp4-pack-quantized": "NVFP4", "mxfp4-pack-quantized": "MXFP4", "mxfp8-quantized": "MXFP8",
@@ -199,7 +200,8 @@ def say_other_weights(folder: Path) -> None:
 
 
 def stored_form(config: Any, name: str) -> str | None:
-    """Return NF4 or FP8, if a config says that weights are stored so, or None for 16 or 32 bits; else ValueError."""
+    """Return NF4, FP8 or NVFP4, if a config says that weights are stored so, or None for 16 or 32 bits; else
+    ValueError."""
     quantization = quantization_of(config)
     if quantization is None:
         return None
@@ -212,8 +214,7 @@ def stored_form(config: Any, name: str) -> str | None:
             raise refusal(name, f"FP8 of the kind {kind}")
         return FP8
     if method == "compressed-tensors":
-        check_groups(quantization, name)
-        return FP8
+        return form_of_groups(quantization, name)
     raise refusal(name, LABELS.get(method, method))
 
 
@@ -237,28 +238,33 @@ def block_of(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
     return None if block is None else (int(block[0]), int(block[1]))
 
 
-def check_groups(quantization: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError unless every group of a compressed-tensors config has weights in FP8 with static scales, in
-    blocks of one shape."""
+def form_of_groups(quantization: Mapping[str, Any], name: str) -> str:
+    """Return FP8 or NVFP4, in which all groups of a compressed-tensors config have their weights, with static scales;
+    ValueError for other forms, several forms, and FP8 in blocks of several shapes."""
     groups = list((quantization.get("config_groups") or {}).values())
     if not any(group.get("weights") for group in groups):
         raise refusal(name, "compressed-tensors without quantized weights (activations or the key-value cache only)")
     kinds = [str(group.get("format") or quantization.get("format")) for group in groups]
+    found = set()
     for group, kind in zip(groups, kinds, strict=True):
         weights = group.get("weights") or {}
-        if kind not in ("float-quantized", "naive-quantized") or weights.get("type") != "float" \
-                or weights.get("num_bits") != 8 or not weights.get("symmetric", True):
+        form, bits = OF_COMPRESSED.get(kind, (None, 0))
+        if weights.get("type") != "float" or weights.get("num_bits") != bits or not weights.get("symmetric", True):
             raise refusal(name, LABELS.get(kind, f"compressed-tensors, {kind}"))
-    blocks = {block_of({"config_groups": {"one": group}}) for group in groups}
-    if len(blocks) != 1 or (quantization.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        if form == NVFP4 and weights.get("group_size") != 16:
+            raise refusal(name, f"NVFP4 in groups of {weights.get('group_size')}, not of 16")
+        found.add((str(form), block_of({"config_groups": {"one": group}})))
+    if len(found) != 1 or (quantization.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise refusal(name, "compressed-tensors with several kinds of blocks, or sparse")
+    return found.pop()[0]
 
 
 def refusal(name: str, label: str) -> ValueError:
     """Return the error for an unsupported stored form; it names the supported forms and what to load instead."""
     return ValueError(
         f"{name!r} is stored in {label}, which is not trained here. Allowed are checkpoints in 16 or 32 bits, in 4 "
-        "bits of bitsandbytes, and in FP8 (e4m3, of compressed-tensors or fine-grained): "
+        "bits of bitsandbytes, in FP8 (e4m3, of compressed-tensors or fine-grained), and in NVFP4 of "
+        "compressed-tensors: "
         + PLAIN_ONE.format(label.partition(" ")[0])
     )
 

@@ -13,7 +13,7 @@ from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.kernels.linear_logprobs import default_rows
 from lowmem_grpo.memory.cards import AUTO, Device
-from lowmem_grpo.memory.layer_forms import NF4
+from lowmem_grpo.memory.layer_forms import FORMS
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.offload import pages
 from lowmem_grpo.memory.offload.activations import checkpointed_layers, enable_checkpointing, keep_last
@@ -118,7 +118,7 @@ def plan_memory(
     """Plan a run's memory; return its limits and the peaks of its phases. `length` names the setting that limits
     sequences; `engine` is None without sampling, and `teacher` has a teacher's fields of RunSettings. MemoryError if
     the host has no room for offloaded layer inputs."""
-    four_bit = form_of(policy.base) == NF4
+    four_bit = FORMS[form_of(policy.base)].bits == 4
     shorter = f"a lower {length} (now {getattr(config, length) or context})"
     name = "transformers" if engine is None else engine.name
     memory = RunMemory(MemoryAdvice(helpful_settings(shorter, config.optim, model.loaded, four_bit, name)))

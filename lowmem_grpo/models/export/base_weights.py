@@ -22,6 +22,7 @@ from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight, frozen_weight
 from lowmem_grpo.kernels.mxfp4 import BLOCK, MXFP4Weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
+from lowmem_grpo.kernels.nvfp4 import NVFP4Weight
 from lowmem_grpo.memory.families import STORED_VISION, has_experts, reads_images
 from lowmem_grpo.memory.layer_forms import BITS_16, FP8_BLOCK, NF4
 from lowmem_grpo.models.expert_loading import quantized_stack
@@ -30,6 +31,7 @@ from lowmem_grpo.models.fp8_layers import BLOCK as FP8_SIZES
 from lowmem_grpo.models.fp8_layers import OF_ACTIVATIONS, scale_of
 from lowmem_grpo.models.fp8_layers import stored_weight as stored_weight_in_fp8
 from lowmem_grpo.models.gguf_file import GGUFTensor, gguf_tensors
+from lowmem_grpo.models.nvfp4_layers import PACKED, PARTS_IN_NVFP4
 from lowmem_grpo.models.pretrained import attention_of, class_of, nf4
 from lowmem_grpo.models.quantized_linear import QuantizedLinear
 from lowmem_grpo.models.stored_model import INDEX, SINGLE, block_of, quantization_of, text_name, weight_files
@@ -228,6 +230,16 @@ class TensorFiles:
 
         return stack_weight(name, (experts, out, blocks * BLOCK), self.dtype, lambda: part, packed=True)
 
+    def in_nvfp4(self, packed: str) -> Weight:
+        """Return a weight that is stored in NVFP4; `packed` is the name of its codes."""
+        path, (rows, size) = packed.removesuffix(PACKED), self.shape(packed)
+
+        def read() -> FrozenWeight:
+            codes, scales, divisor = (self.read(path + ending) for ending in PARTS_IN_NVFP4)
+            return NVFP4Weight.from_codes(codes, scales, divisor, self.dtype)
+
+        return self.quantized(f"{path}.weight", (rows, 2 * size), 1, read)
+
     def expert(self, name: str, stack: Callable[[str, str], FrozenStack]) -> Weight:
         """Return one matrix of one expert with its NF4 values, from `stack(path of the experts, kind)`."""
         path, number, part, _ = name.rsplit(".", 3)
@@ -258,9 +270,11 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
     in_4_bit = {name for name in whole if f"{name}.absmax" in files.places}
     in_fp8 = {name: scale for name in whole if name.endswith(".weight") and (scale := scale_of(name, files.places))}
     in_mxfp4 = {name.removesuffix(SCALES) for name in whole if f"{name.removesuffix(SCALES)}{CODES}" in whole}
-    beside = {*in_fp8.values(), *(name for name in whole if in_fp8 and name.endswith(OF_ACTIVATIONS)),
-              *(f"{name}{part}" for name in in_mxfp4 for part in (CODES, SCALES))}
-    modules = set() if form == BITS_16 or in_4_bit or in_fp8 else linears_to_quantize(config, dtype)
+    in_nvfp4 = {name for name in whole if name.endswith(PACKED)}
+    beside = {*in_fp8.values(), *(name for name in whole if (in_fp8 or in_nvfp4) and name.endswith(OF_ACTIVATIONS)),
+              *(f"{name}{part}" for name in in_mxfp4 for part in (CODES, SCALES)),
+              *(f"{name.removesuffix(PACKED)}{part}" for name in in_nvfp4 for part in PARTS_IN_NVFP4[1:])}
+    modules = set() if form == BITS_16 or in_4_bit or in_fp8 or in_nvfp4 else linears_to_quantize(config, dtype)
     names = names or (STORED_VISION if config is not None and reads_images(config) else {})
     stack = lru_cache(len(STACKS))(files.expert_stack)  # keeps the last stacks, those of one layer
     weights = []
@@ -274,6 +288,8 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
             weight = files.in_fp8(name, in_fp8[name], block_of(quantization_of(config) or {}))
         elif name in in_mxfp4:
             weight = files.in_mxfp4(name)
+        elif name in in_nvfp4:
+            weight, plain = files.in_nvfp4(name), plain.removesuffix("_packed")
         elif form == NF4 and has_experts(config) and EXPERT.fullmatch(name):
             weight = files.expert(name, stack)
         elif plain.endswith(".weight") and plain.rpartition(".")[0] in modules:

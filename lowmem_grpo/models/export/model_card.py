@@ -131,7 +131,7 @@ def form_of_base(base: BaseRecord) -> str | None:
     """Return how the base's weights were held; None if that is unknown."""
     if base.load_in_4bit is None:
         return None
-    form = "FP8" if base.load_in_fp8 else "4 bits (NF4)" if base.load_in_4bit else "not quantized"
+    form = "FP8" if base.load_in_fp8 else "4 bits" if base.load_in_4bit else "not quantized"
     return f"{form}, computing in {base.dtype}"
 
 

@@ -12,10 +12,11 @@ import torch
 
 from lowmem_grpo import __version__
 from lowmem_grpo.memory.cards import in_8_bits
+from lowmem_grpo.memory.layer_forms import BITS_16, NF4
 from lowmem_grpo.memory.offload.pages import SPARE, available_host_bytes
 from lowmem_grpo.memory.plan import COMPLETION_SHARE, OPTIMIZER_BYTES, Workload
 from lowmem_grpo.models.card_check import has_managed_memory, is_bfloat16_supported
-from lowmem_grpo.models.fp8_layers import form_in_fp8
+from lowmem_grpo.models.quantized_linear import form_of
 from lowmem_grpo.models.trained_set import TrainedWeight
 from lowmem_grpo.runs.checkpoint_state import adapter_tensors
 from lowmem_grpo.runs.files import existing, folder_fault, free_bytes
@@ -195,7 +196,7 @@ def describe_machine(model: Any, device: torch.device) -> dict[str, Any]:
     embedding = base.get_input_embeddings()
     dtype = str(getattr(embedding, "original_module", embedding).weight.dtype).removeprefix("torch.")
     return {"parameters": whole - trainable, "trainable_parameters": trainable,
-            "weights": "4-bit" if getattr(base, "is_loaded_in_4bit", False) else "FP8" if form_in_fp8(base) else dtype,
+            "weights": {NF4: "4-bit", BITS_16: dtype}.get(form_of(base), form_of(base).upper()),
             "card": card and card.name, "card_bytes": card and card.total_memory,
             "processor": cpu_model(), "version": __version__, "torch": torch.__version__}
 
