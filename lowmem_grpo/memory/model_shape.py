@@ -188,7 +188,7 @@ class ModelShape:
         return self.experts is None or layer_forms.FORMS[form].experts
 
     def weight_bytes(self, form: str) -> int:
-        """Return the bytes of all weights but embeddings, with linears in this form; ValueError if experts have none."""
+        """Return the bytes of all weights but embeddings, with linears in this form; ValueError for experts without."""
         if not self.has_form(form):
             held = form.partition("-")[0].upper()
             raise ValueError(f"a mixture of experts is not held in {held}; plan it in 4 bits, or in 16")
