@@ -194,6 +194,9 @@ class FastLanguageModel:
         `exclude_modules`, `layers_pattern`, `rank_pattern`, `alpha_pattern` and `init_lora_weights` (True, False,
         "gaussian", "orthogonal", "eva") mean what they mean in PEFT's LoraConfig.
 
+        In gpt-oss, names of an MLP (`gate_proj`, `up_proj`, `down_proj`) put LoRA on all experts, as PEFT's
+        `target_parameters` do. Without these names only attention is trained.
+
         `modules_to_save=["embed_tokens", "lm_head"]`, or these names in `target_modules`, trains embedding and head
         whole, and `trainable_token_indices` (ids, or a dict of ids by module) only the rows of these tokens. A tied
         embedding and head stay one matrix. Without these options, the rows of tokens that were added to the model
@@ -210,7 +213,8 @@ class FastLanguageModel:
         arguments, as in a notebook cell that is run twice, returns the model as it is.
         """
         asked = {name: value for name, value in locals().items() if name not in ("cls", "model")}
-        check_options(cls, "get_peft_model", options, GET_PEFT_MODEL)
+        parameters = options.get("target_parameters")
+        check_options(cls, "get_peft_model", options | {"target_parameters": None}, GET_PEFT_MODEL)
         check_given(dict.fromkeys(LORA) | options | locals(), LORA)
         require("random_state", random_state, SEED)
         for part, chosen in (("language_layers", finetune_language_layers), ("mlp_modules", finetune_mlp_modules),
@@ -221,11 +225,12 @@ class FastLanguageModel:
         from peft import LoraConfig
 
         from lowmem_grpo.fast_model import check_bare, has_this_lora, with_lora
-        from lowmem_grpo.models.lora_targets import Scope, check_plain, check_start, lora_targets
+        from lowmem_grpo.models.lora_targets import Scope, check_plain, check_start, lora_targets, with_parameters
 
         if has_this_lora(model, asked):  # a notebook cell that was run twice
             return model
         check_bare(model)
+        target_modules = with_parameters(model.inner, target_modules, parameters)
         if options.get("finetune_vision_layers") and model.loaded.processor is not None:
             raise ValueError("finetune_vision_layers=True: the tower of a model of images stays frozen here, as in "
                              "GRPO elsewhere; leave it out, which trains the language layers. Tower and language are "

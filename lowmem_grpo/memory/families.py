@@ -58,6 +58,10 @@ class ExpertBlock:
     kind: str  # transformers' class of the block of router and experts
     biased: bool = False  # router and experts have biases
     lean: bool = True
+    router: str = "gate"  # the child that chooses experts
+    pair: bool = False  # the block returns its gates too
+    stacked: bool = False  # checkpoints hold all experts of a layer in one tensor (E, in, out), or in MXFP4
+    lora: bool = False  # whether LoRA may go on experts too
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,11 @@ FAMILIES: dict[str, Family] = {
     "exaone4": decoder("EXAONE 4", "Exaone4", attention=Attention(
         "Exaone4Attention", norm="heads", window="layers", lean=False)),
     "gemma2": refused("Gemma 2", "soft-capped scores"),
-    "gpt_oss": refused("gpt-oss", "sinks"),
+    "gpt_oss": decoder(
+        "gpt-oss", "GptOss", vllm=None, turns=("<|start|>", "<|message|>", "<|end|>"),
+        norm=Norm("GptOssRMSNorm", round_once=True),
+        experts=ExpertBlock("GptOssMLP", router="router", pair=True, stacked=True, lora=True),
+        attention=Attention("GptOssAttention", window="layers", lean=False)),
 }
 
 WHOLE, INSIDE = r"^model\.language_model\.", r"^language_model\."
@@ -237,6 +245,18 @@ def sampled_by(row: Family) -> str:
 def trained(by_vllm: bool = False) -> str:
     """Return the names of the trainable families, separated by commas; with `by_vllm`, only those that vLLM samples."""
     return ", ".join(row.name for row in FAMILIES.values() if not row.refused and (row.vllm or not by_vllm))
+
+
+def experts_in_mxfp4(config: Any) -> bool:
+    """Return whether a config's family is published with its experts in MXFP4, all of a layer in one tensor."""
+    row = family_of(config)
+    return row is not None and row.experts is not None and row.experts.stacked
+
+
+def lora_on_experts(config: Any) -> bool:
+    """Return whether LoRA may go on the experts of a config's family."""
+    row = family_of(config)
+    return row is not None and row.experts is not None and row.experts.lora
 
 
 def with_experts() -> str:

@@ -1,9 +1,11 @@
-"""A quantizer for transformers that loads a mixture of experts in NF4; transformers' own leaves experts in 16 bits.
+"""Quantizers for transformers that load a mixture of experts in NF4, where transformers' own leave experts in 16 bits,
+and gpt-oss's experts in MXFP4 as they are stored.
 
 The experts of a layer are quantized one by one, and their 16-bit tensors are freed on the way. Scales are quantized
 once for all experts of a stack: the result equals bitsandbytes' for the whole stack as one matrix, bit for bit.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,16 +13,21 @@ from bitsandbytes.functional import QuantState, get_4bit_type, quantize_4bit, qu
 from bitsandbytes.nn import Params4bit
 from torch import Tensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from lowmem_grpo.kernels.mxfp4 import BLOCK as PACKED_BLOCK
+from lowmem_grpo.memory.families import experts_in_mxfp4
 from lowmem_grpo.memory.layer_forms import BLOCK, NESTED_BLOCK
-from lowmem_grpo.models.experts import STACKS, ExpertStack, expert_stacks, use_routed_blocks
+from lowmem_grpo.models.experts import STACKS, ExpertStack, PackedStack, expert_stacks, use_routed_blocks
 from lowmem_grpo.models.fp8_layers import headers
 
-NAME = "lowmem_grpo_nf4_experts"  # the quantizer's name
+NAME, PACKED = "lowmem_grpo_nf4_experts", "lowmem_grpo_mxfp4_experts"  # the quantizers' names
 NF4_OPTIONS: dict[str, Any] = {"blocksize": BLOCK, "quant_type": "nf4"}
+DAMAGED = "fetch the model again"
 TAKE = "load it with transformers and save it with save_pretrained, which writes each expert by itself"
 
 
@@ -43,19 +50,21 @@ class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
         block, or an expert is not in the checkpoint."""
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
         use_routed_blocks(model)
+        self.stacked = experts_in_mxfp4(model.config)
         for stack in expert_stacks(model):
             if stack.rows * stack.columns % BLOCK:
                 raise ValueError(f"an expert's matrix is {stack.rows} x {stack.columns}, which does not end with a "
                                  f"block of {BLOCK} weights: in 4 bits two experts would share a scale. Load the model "
                                  "with load_in_4bit=False")
-        if kwargs.get("checkpoint_files") is not None:  # a GGUF file holds all experts of a layer in one tensor
-            check_stored(model, kwargs["checkpoint_files"])
+        if kwargs.get("checkpoint_files") is not None and not self.stacked:
+            check_stored(model, kwargs["checkpoint_files"])  # a GGUF file holds all experts of a layer in one tensor
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
         """Replace transformers' conversions for experts, which merge them into one 16-bit tensor, by ours."""
         kept = [conversion for conversion in weight_conversions if not (
             isinstance(conversion, WeightConverter) and "experts" in " ".join(conversion.target_patterns))]
-        ours = [WeightConverter([f"mlp.experts.*.{part}.weight" for part in parts], f"mlp.experts.{name}.weight",
+        ours = [WeightConverter([rf"mlp.experts.{name}$"] if self.stacked else
+                                [f"mlp.experts.*.{part}.weight" for part in parts], f"mlp.experts.{name}.weight",
                                 operations=[QuantizeExperts()]) for name, parts in STACKS.items()]
         return [*kept, *ours, *self.get_weight_conversions()]
 
@@ -80,7 +89,62 @@ class QuantizeExperts(ConversionOps):
                 **kwargs: Any) -> dict[str, Any]:
         name = kwargs["full_layer_name"]
         experts = kwargs["model"].get_submodule(name.removesuffix(".weight")).experts
-        return {name: quantized_stack([input_dict[pattern] for pattern in source_patterns], experts)}
+        parts = [input_dict[pattern] for pattern in source_patterns]
+        if parts[0][0].ndim == 3:  # all experts in one tensor (E, in, out)
+            parts = [list(whole.mT) for (whole,) in parts]
+        return {name: quantized_stack(parts, experts)}
+
+
+@register_quantization_config(PACKED)
+@dataclass
+class ExpertsMXFP4Config(QuantizationConfigMixin):
+    """A config of experts in MXFP4 that stay as they are stored; `compute_dtype` is that of their products."""
+
+    quant_method: Any = PACKED
+    compute_dtype: str = "bfloat16"
+
+
+def keep_packed(config: Any, dtype: torch.dtype) -> None:
+    """Replace the quantizer in the config of a checkpoint with experts in MXFP4 by ours."""
+    config.quantization_config = ExpertsMXFP4Config(compute_dtype=str(dtype).removeprefix("torch.")).to_dict()
+
+
+@register_quantizer(PACKED)
+class ExpertsMXFP4Quantizer(HfQuantizer):
+    """The quantizer that transformers calls while it loads experts in MXFP4; it converts nothing."""
+
+    quantization_config: ExpertsMXFP4Config
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        """Return False: the model itself is not saved, only adapters and merged models are."""
+        return False
+
+    def get_weight_conversions(self) -> list[Any]:
+        return [WeightRenaming(rf"mlp.experts.{name}_{part}$", f"mlp.experts.{name}.{part}")
+                for name in STACKS for part in ("blocks", "scales")]
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        """Put our blocks in place, on the meta device; ValueError if a row of an expert ends within a block of 32."""
+        dtype = getattr(torch, self.quantization_config.compute_dtype)
+        with torch.device("meta"):
+            use_routed_blocks(model, lambda weight: PackedStack(weight.shape, dtype))
+        for stack in expert_stacks(model):
+            if stack.columns % PACKED_BLOCK:
+                raise ValueError(f"an expert's rows have {stack.columns} weights, which do not end with a block of "
+                                 f"{PACKED_BLOCK}; {DAMAGED}")
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        for path, stack in model.named_modules():
+            if isinstance(stack, PackedStack):
+                try:
+                    stack.check()
+                except ValueError as error:
+                    raise ValueError(f"{path} is stored in MXFP4, and {error}; {DAMAGED}") from error
+        return model
 
 
 def quantized_stack(parts: list[list[Tensor]], experts: int) -> Params4bit:

@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight, frozen_weight, kept_weight
 from lowmem_grpo.kernels.lora import lora_linear
 from lowmem_grpo.kernels.lora_factors import KEPT, LoRA, held
+from lowmem_grpo.models.expert_lora import ExpertLoRA
+from lowmem_grpo.models.experts import ExpertStack
 from lowmem_grpo.models.fused_weights import joined_weights
 from lowmem_grpo.models.quantized_linear import QuantizedLinear, quantized_linears
 
 
 def use_kernel_layers(config: LoraConfig, model: nn.Module) -> None:
-    """Make PEFT create our LoRA layers for the model's linear layers, plain and quantized."""
+    """Make PEFT create our LoRA layers for the model's linear layers, plain and quantized, and for experts."""
     kinds: dict[type[nn.Module], type[nn.Module]] = {
         type(module): KernelLinear4bit for module in model.modules() if is_nf4(module)}
     kinds |= {type(module): KernelLinearQuantized for module in quantized_linears(model)}
-    kinds[nn.Linear] = KernelLinear
+    kinds |= {nn.Linear: KernelLinear, ExpertStack: ExpertLoRA}
     # PEFT's guide to custom models describes this call; a test fails if it goes away. The types are exact because the
     # first match counts and bitsandbytes' layers are subclasses of nn.Linear.
     config._register_custom_module(kinds)

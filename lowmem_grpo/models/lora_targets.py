@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from lowmem_grpo.config.beside_lora import WHOLE, check_targets_of_lora
 from lowmem_grpo.config.loading import GET_PEFT_MODEL
-from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, GATE_UP, SPLIT, family_of, has_experts
+from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, GATE_UP, SPLIT, family_of, has_experts, lora_on_experts
+from lowmem_grpo.models.experts import STACKS, ExpertStack
 from lowmem_grpo.runs.adapter_file import beyond_lora, check_patterns, check_values, starts_plainly
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,12 @@ OF_SOME = {  # names of linear layers that only some families have
 ATTENTION = re.compile(r"\.(\w*attn\w*|\w*attention\w*)\.")  # part of the path of every linear layer of attention
 NO_EXPERTS = ("target_modules names {}. In a mixture of experts, LoRA goes on attention only; the experts and their "
               "router stay frozen. Leave these names out: target_modules={}")
+OF_EXPERTS = "gpt-oss"  # the family with LoRA on experts
+ON_EXPERTS = {part: f"experts.{name}" for name, parts in STACKS.items() for part in (name, *parts)}  # name: module
+ONE_OF_TWO = ("target_modules names {} without {}. They are one matrix in the experts of this model, with one LoRA: "
+              "name both, or gate_up_proj")
+NO_PARAMETERS = ("target_parameters={!r}: LoRA is trained on linear layers, and on the experts' gate_up_proj and "
+                 "down_proj of {}. Name modules in target_modules")
 STARTS = 'True, False, "gaussian", "orthogonal" and "eva", which leave the base\'s weights as they are'
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Targets = list[str] | str | None
@@ -82,11 +89,27 @@ def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude
     if complete and by_peft and model.config.get_text_config() is model.config:
         return chosen
     adapted = adapted_layers(model, LoraConfig(target_modules=chosen))
-    paths = [path for path in decoder_linears(model, scope) if path in adapted]
+    kinds = (nn.Linear, ExpertStack) if lora_on_experts(model.config) else nn.Linear
+    paths = [path for path in decoder_linears(model, scope, kinds) if path in adapted]
     if not paths:
         raise ValueError(f"target_modules={targets!r} names no layer of the part of the model that is to be trained; "
                          "finetune_attention_modules, finetune_mlp_modules or layers_to_transform leave it out")
     return paths
+
+
+def with_parameters(model: Any, targets: Targets, parameters: Any) -> Targets:
+    """Return the targets and the experts' matrices that PEFT's `target_parameters` names, as modules. ValueError for
+    other parameters."""
+    if not parameters:
+        return targets
+    names = list(parameters) if not isinstance(parameters, str) else [parameters]
+    if not lora_on_experts(model.config) or any(name.rpartition(".")[2] not in STACKS for name in names):
+        raise ValueError(NO_PARAMETERS.format(parameters, OF_EXPERTS))
+    if isinstance(targets, str) and targets != "all-linear":
+        raise ValueError(f"target_modules is the pattern {targets!r} and target_parameters is {parameters!r}; list the "
+                         "names in target_modules, or let the pattern match the experts too")
+    others = usual_targets(model) if targets is None or targets == "all-linear" else targets
+    return [*others, *(ON_EXPERTS[name.rpartition(".")[2]] for name in names)]
 
 
 def check_plain(config: Any) -> None:
@@ -103,6 +126,8 @@ def check_plain(config: Any) -> None:
     if config.bias != "none":
         raise ValueError(f'bias={config.bias!r}: only "none" is supported')
     settings = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    if all(name.rpartition(".")[2] in STACKS for name in settings["target_parameters"] or ()):
+        del settings["target_parameters"]  # `with_parameters` looks at the model
     variant = next((name for name in ("use_dora", "lora_bias") if settings[name]), beyond_lora(settings))
     if variant is not None:
         advice = GET_PEFT_MODEL[variant].advice if variant in GET_PEFT_MODEL else "Only plain LoRA is trained."
@@ -129,6 +154,8 @@ def check_config(model: Any, config: LoraConfig) -> None:
                                                            "layers_pattern")}
         named = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None)
         raise ValueError(f"{named} leave no layer of this model to put LoRA on; correct the names")
+    if stacks := [path for path, module in adapted.items() if isinstance(module, ExpertStack)]:
+        logger.info("LoRA goes on %d linear layers and %d stacks of experts", len(adapted) - len(stacks), len(stacks))
     if config.init_lora_weights == "orthogonal":
         check_orthogonal([config.r, *(config.rank_pattern or {}).values()], adapted)
     for name in ("rank_pattern", "alpha_pattern"):
@@ -167,13 +194,13 @@ def adapted_layers(model: Any, config: LoraConfig) -> dict[str, Any]:
     return {path: module for path, module in model.named_modules() if check_target_module_exists(config, path)}
 
 
-def decoder_linears(model: Any, scope: Scope) -> list[str]:
-    """Return the paths of the text decoder's linear layers that are in the scope."""
+def decoder_linears(model: Any, scope: Scope, kinds: Any = nn.Linear) -> list[str]:
+    """Return the paths of the text decoder's linear layers, or modules of other kinds, that are in the scope."""
     decoder = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder.layers)
     starts = tuple(f"{prefix}.{number}." for number in scope.layers(len(decoder.layers)))
     return [name for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and name.startswith(starts) and scope.takes(name)]
+            if isinstance(module, kinds) and name.startswith(starts) and scope.takes(name)]
 
 
 def usual_targets(model: PreTrainedModel) -> list[str] | str:
@@ -195,7 +222,8 @@ def check_targets(model: PreTrainedModel, targets: list[str] | str, exclude: Tar
     ValueError if a name is unknown or no name is the model's, or if one is the head, the embedding, an expert or a
     router."""
     if has_experts(model.config):
-        targets = check_experts_left(usual_targets(model), targets)
+        left = with_names_of_experts if lora_on_experts(model.config) else check_experts_left
+        targets = left(usual_targets(model), targets)
     if isinstance(targets, str):
         if targets != "all-linear":
             check_targets(model, paths_of(model, targets, exclude))
@@ -217,11 +245,27 @@ def paths_of(model: PreTrainedModel, pattern: str, exclude: Targets = None) -> l
     one is not a linear layer."""
     allowed = 'allowed are a list of names, "all-linear", and a pattern of whole paths, such as ".*\\.(q|v)_proj"'
     named = adapted_layers(model, LoraConfig(target_modules=pattern, exclude_modules=exclude))
-    other = next((path for path, module in named.items() if not isinstance(module, nn.Linear)), None)
+    kinds = (nn.Linear, ExpertStack) if lora_on_experts(model.config) else nn.Linear
+    other = next((path for path, module in named.items() if not isinstance(module, kinds)), None)
     if other is not None or not named:
         problem = "no module's whole path" if other is None else f"{other or 'the model'!r}, which is no linear layer"
         raise ValueError(f"target_modules is {pattern!r}, a pattern that matches {problem}; {allowed}")
     return list(named)
+
+
+def with_names_of_experts(attention: list[str] | str, targets: list[str] | str) -> list[str] | str:
+    """Return the targets with the experts' own modules for the names that dense models have; "all-linear" becomes all
+    of attention, as in PEFT, since experts are no linear layers. ValueError for one of gate and up without the other,
+    and for the router."""
+    if isinstance(targets, str):
+        return attention if targets == "all-linear" else targets
+    named = {target.rpartition(".")[2] for target in targets}
+    if len(one := named.intersection(GATE_UP)) == 1 and "gate_up_proj" not in named:
+        raise ValueError(ONE_OF_TWO.format(*one, *({*GATE_UP} - one)))
+    if "router" in named:
+        raise ValueError("target_modules names the router, which stays frozen: leave it out")
+    return list(dict.fromkeys(target if ".experts." in f".{target}" else ON_EXPERTS.get(
+        target.rpartition(".")[2], target) for target in targets))
 
 
 def check_experts_left(attention: list[str] | str, targets: list[str] | str) -> list[str] | str:

@@ -29,14 +29,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as their_logging
 
 from lowmem_grpo.memory.families import TOWER, check_family, family_of, has_experts, reads_images, with_experts
-from lowmem_grpo.memory.layer_forms import BITS_16, FP8, NF4, NVFP4
+from lowmem_grpo.memory.layer_forms import BITS_16, FP8, MXFP4, NF4, NVFP4
 from lowmem_grpo.memory.model_shape import read_config
 from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.chat_ids import with_ids
-from lowmem_grpo.models.expert_loading import ExpertsNF4Config
-from lowmem_grpo.models.experts import use_routed_blocks
+from lowmem_grpo.models.expert_loading import ExpertsNF4Config, keep_packed
+from lowmem_grpo.models.experts import packed_stacks, use_routed_blocks
 from lowmem_grpo.models.fp8_layers import SCALE, FP8Config, keep_stored, to_quantize
 from lowmem_grpo.models.gguf_file import gguf_config, gguf_tensors
 from lowmem_grpo.models.hub import first_line
@@ -224,7 +224,7 @@ def generation_of(path: str | Path) -> Any:
 def check_experts(config: Any, stored: str | None, form: str, name: str) -> None:
     """Raise ValueError for a mixture of experts that is stored quantized, or whose experts would stay in 16 bits while
     its other weights are quantized."""
-    if not has_experts(config) or (stored is None and form == BITS_16):
+    if not has_experts(config) or stored == MXFP4 or (stored is None and form == BITS_16):
         return
     row = family_of(config)
     if stored is not None:
@@ -246,8 +246,11 @@ def check_turns(config: Any, tokenizer: Any, name: str) -> None:
 
 def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
                  names: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return the quantization arguments for from_pretrained; {} for a checkpoint that is stored in NF4, FP8 or NVFP4,
-    or is to stay in 16 bits. The config of a checkpoint in FP8 or NVFP4 gets our quantizer."""
+    """Return the quantization arguments for from_pretrained; {} for a checkpoint that is stored in NF4, FP8, NVFP4 or
+    (its experts) MXFP4, or is to stay in 16 bits. The config of one that is not in NF4 gets our quantizer."""
+    if stored == MXFP4:
+        keep_packed(config, dtype)
+        return {}
     if stored in (FP8, NVFP4):
         keep_stored(config, dtype, names, FP8Config if stored == FP8 else NVFP4Config)
         return {}
@@ -263,6 +266,8 @@ def say_stored(name: str, stored: str, form: str) -> None:
     if stored == FP8 and form == NF4:
         logger.warning("%s is stored in FP8: its weights are used as they are, at one byte each, and not in 4 bits. "
                        "For 4 bits take its checkpoint in 16 bits", name)
+    elif stored == MXFP4:
+        logger.info("the experts of %s are stored in MXFP4 and used as they are; other weights are in 16 bits", name)
     else:
         logger.info("%s is stored in %s: its weights are used as they are", name, STORED[stored])
 
@@ -287,6 +292,8 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
         module.compute_dtype = module.weight.quant_state.dtype = dtype
     for layer in quantized_linears(model):
         layer.compute_dtype = dtype
+    for stack in packed_stacks(model):
+        stack.compute_dtype = dtype
 
 
 def keep_layout(model: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lowmem_grpo.kernels.frozen import frozen_linear
 from lowmem_grpo.kernels.frozen_weight import KINDS, FrozenWeight, kept_weight
-from lowmem_grpo.memory.layer_forms import BITS_16, NF4
+from lowmem_grpo.memory.layer_forms import BITS_16, MXFP4, NF4
 
 
 class QuantizedLinear(nn.Linear):
@@ -65,6 +65,9 @@ def linears_in_4bit(model: nn.Module) -> Iterator[Any]:
 
 
 def form_of(model: nn.Module) -> str:
-    """Return the form of a model's linear weights, as plans name it (memory/layer_forms.py)."""
+    """Return the form of a model's linear weights, or of its experts, as plans name it (memory/layer_forms.py)."""
     ours = next(quantized_linears(model), None)
-    return ours.kind if ours is not None else NF4 if any(linears_in_4bit(model)) else BITS_16
+    if ours is not None:
+        return ours.kind
+    packed = any(getattr(module, "kind", None) == MXFP4 for module in model.modules())
+    return NF4 if any(linears_in_4bit(model)) else MXFP4 if packed else BITS_16

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.config.teacher import OF_MODEL, STORED, is_url
-from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16
-from lowmem_grpo.memory.layer_forms import FP8, NF4, NVFP4
+from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16, experts_in_mxfp4
+from lowmem_grpo.memory.layer_forms import FP8, MXFP4, NF4, NVFP4
 from lowmem_grpo.memory.model_shape import named_config, read_config
 from lowmem_grpo.models.gguf_file import gguf_config
 from lowmem_grpo.runs.saved_adapter import adapter_at
@@ -200,8 +200,8 @@ def say_other_weights(folder: Path) -> None:
 
 
 def stored_form(config: Any, name: str) -> str | None:
-    """Return NF4, FP8 or NVFP4, if a config says that weights are stored so, or None for 16 or 32 bits; else
-    ValueError."""
+    """Return NF4, FP8, NVFP4 or (of experts) MXFP4, if a config says that weights are stored so, or None for 16 or 32
+    bits; else ValueError."""
     quantization = quantization_of(config)
     if quantization is None:
         return None
@@ -215,6 +215,8 @@ def stored_form(config: Any, name: str) -> str | None:
         return FP8
     if method == "compressed-tensors":
         return form_of_groups(quantization, name)
+    if method == "mxfp4" and experts_in_mxfp4(config):
+        return MXFP4
     raise refusal(name, LABELS.get(method, method))
 
 

@@ -23,7 +23,14 @@ from lowmem_grpo.memory.families import check_images, has_experts, reads_images
 from lowmem_grpo.models.card_check import use_card
 from lowmem_grpo.models.experts import BROUGHT, routed_blocks, use_routed_blocks
 from lowmem_grpo.models.fused_weights import fuse_weights
-from lowmem_grpo.models.lora_targets import Scope, check_modules_beside, check_plain, check_targets, lora_targets
+from lowmem_grpo.models.lora_targets import (
+    Scope,
+    check_modules_beside,
+    check_plain,
+    check_targets,
+    lora_targets,
+    with_parameters,
+)
 from lowmem_grpo.models.pretrained import Pretrained, is_quantized, keep_layout
 from lowmem_grpo.models.stored_model import find, resolve, stored_fields
 from lowmem_grpo.models.trained_set import adapter_values
@@ -214,6 +221,9 @@ def on_targets(settings: LoraConfig, model: BareModel) -> LoraConfig:
     take PEFT's for the model type. ValueError if PEFT has none, or if the model lacks a named module."""
     config: Any = copy.deepcopy(settings)
     scope, modules = Scope(layers_to_transform=settings.layers_to_transform), config.target_modules
+    if config.target_parameters:
+        modules = with_parameters(model.inner, modules or [], config.target_parameters)
+        config.target_parameters = None
     if modules is None:
         kind = str(model.inner.config.model_type)
         if kind not in PEFT_TARGETS:

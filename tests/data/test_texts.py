@@ -26,7 +26,7 @@ CALLS = {"role": "assistant", "tool_calls": [
     {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]}
 WITH_CALL = [SYSTEM, {"role": "user", "content": "Rome?"}, CALLS | {"content": None},
              {"role": "tool", "content": "sun"}, {"role": "assistant", "content": "It is sunny."}]
-OWN_TEMPLATE = {"qwen3": "qwen3", "qwen3_5_text": "qwen3_5_think"}  # of TRL's, with which these two are tried
+OWN_TEMPLATE = {"qwen3": "qwen3", "qwen3_5_text": "qwen3_5_think", "gpt_oss": "gptoss"}  # of TRL's
 
 
 def encoder_of(tokenizer: Any, ends: Sequence[str], kind: Any = ConversationEncoder) -> Any:

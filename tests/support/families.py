@@ -65,6 +65,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRIDS["Qwen3_5"],
     "qwen3_moe": {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                   "norm_topk_prob": True},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW,
+                "layer_types": LAYER_TYPES, "rope_parameters": {
+                    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                    "truncate": False, "original_max_position_embeddings": 16}},
 }
 TRAINED = [kind for kind, row in FAMILIES.items() if not row.refused and not row.vision]
 GROUPS = [(9, [5, 12, 1, 14]), (6, [13]), (1, [7, 3])]  # (prompt, completions), in tokens
@@ -79,6 +83,9 @@ def family_model(model_type: str, **changes: Any) -> PreTrainedModel:
         for one in [*model.parameters(), *model.buffers()]:
             if one.ndim == 1 and one.is_floating_point() and one.numel() != SHAPE["vocab_size"]:
                 one.add_(torch.randn_like(one) * 0.1)
+        for name, one in model.named_parameters():
+            if name.endswith("proj_bias"):  # experts'
+                one.normal_(0, 0.1)
         for module in model.modules():
             if getattr(module, "scaling", None) == 1.0:  # Gemma 4 has learnt what others have as a constant
                 module.q_norm.weight.mul_(module.head_dim**-0.5)

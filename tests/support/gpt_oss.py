@@ -49,7 +49,7 @@ def gpt_oss_folder(folder: Path, experts_in: str = "mxfp4", dtype: torch.dtype =
     """Write the model to `folder`, with experts in "mxfp4" or "16bit", and return the folder."""
     tokenizer = gpt_oss_tokenizer()
     ends = tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>"])
-    model = gpt_oss_model(**({"vocab_size": len(tokenizer), "eos_token_id": ends[0],
+    model = gpt_oss_model(**({"vocab_size": 384, "eos_token_id": ends[0],
                               "pad_token_id": tokenizer.pad_token_id} | options)).to(dtype)
     model.generation_config.update(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)

@@ -1,0 +1,169 @@
+"""gpt-oss with its experts in MXFP4, as it is stored: log-probabilities, LoRA on experts, and sampling."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from families import NEAR, SAMPLED, assert_alike, sampled_apart
+from gpt_oss import STACKS, gpt_oss_folder, plain_gpt_oss
+from packed_problem import batch_of, learned, learned_alone
+from safetensors.torch import load_file, save_file
+from small_models import scatter
+
+from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.memory import cutting
+from lowmem_grpo.models.policy import Policy
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+NAMED = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]  # as the public notebooks name them
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+GROUPS = [(150, [40, 7]), (9, [5, 12]), (1, [7])]  # (prompt, completions), in tokens; the window is 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpt_oss_folder(tmp_path_factory.mktemp("gpt_oss"))
+
+
+def adapted(folder: Path, targets: Any = NAMED, **options: Any) -> tuple[Any, Any]:
+    model, tokenizer = FastLanguageModel.from_pretrained(str(folder), max_seq_length=512, dtype=torch.float32)
+    model = FastLanguageModel.get_peft_model(
+        model, r=3, target_modules=targets, **{"use_gradient_checkpointing": False, **options})
+    return scatter(model, 0.1, of="lora_"), tokenizer
+
+
+def twin(ours: Any, folder: Path) -> Any:
+    """transformers' own model with the experts decoded, under PEFT's own LoRA with the same values."""
+    plain = peft.get_peft_model(plain_gpt_oss(folder), peft.LoraConfig(
+        r=3, lora_alpha=16, target_modules=ATTENTION, target_parameters=PARAMETERS))
+    values = {}
+    for name, value in ours.state_dict().items():
+        if "lora_" in name:  # PEFT wraps the experts once for each parameter, the last one outside
+            name = name.replace("experts.gate_up_proj.lora", "experts.base_layer.lora")
+            values[name.replace("experts.down_proj.lora", "experts.lora")] = value
+    missing, unexpected = plain.load_state_dict(values, strict=False)
+    assert not unexpected and not [name for name in missing if "lora_" in name]
+    return plain
+
+
+def in_our_names(learned: Any) -> Any:
+    logprobs, gradients = learned
+    return logprobs, {name.replace("experts.base_layer.lora", "experts.gate_up_proj.lora").replace(
+        "experts.lora", "experts.down_proj.lora"): value for name, value in gradients.items()}
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["side by side", "prompts once"])
+def test_packed_logprobs_and_every_lora_gradient_are_those_of_plain_transformers_and_peft(
+    once: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if once:
+        monkeypatch.setattr(cutting, "PAIRS_A_CALL", -(10**9))
+    model, _ = adapted(folder)
+    batch = batch_of(GROUPS)
+    ours, theirs = learned(Policy(model), batch), in_our_names(learned_alone(twin(model, folder), batch))
+    assert sum("experts" in name for name in theirs[1]) == 8
+    assert_alike(ours, theirs)
+
+
+def test_our_engine_samples_with_the_trainers_logprobs_with_lora_on_experts(folder: Path) -> None:
+    assert sampled_apart(*adapted(folder)) <= SAMPLED
+
+
+def test_checkpointed_layers_give_the_same_gradients(folder: Path) -> None:
+    batch = batch_of(GROUPS)
+    expected = learned(Policy(adapted(folder)[0]), batch)
+    assert_alike(learned(Policy(adapted(folder, use_gradient_checkpointing="offload")[0].train()), batch), expected,
+                 NEAR)
+
+
+@pytest.mark.parametrize("targets", [NAMED, [*ATTENTION, "gate_up_proj", "down_proj"],
+                                     [*ATTENTION, "experts.gate_up_proj", "experts.down_proj"],
+                                     r".*\.(\w_proj|experts\.\w+_proj)"])
+def test_each_way_to_name_experts_puts_lora_on_all_of_them(targets: Any, folder: Path) -> None:
+    model, _ = adapted(folder, targets)
+    assert sum(hasattr(module, "lora_A") for module in model.modules()) == 2 * (4 + 2)
+
+
+def test_target_parameters_name_experts_as_in_peft(folder: Path) -> None:
+    model, _ = adapted(folder, ATTENTION, target_parameters=PARAMETERS)
+    assert sum(hasattr(module, "lora_A") for module in model.modules()) == 2 * (4 + 2)
+    assert model.get_submodule("base_model.model.model.layers.1.mlp.experts.down_proj").lora_A.default.weight.shape == (
+        32 * 3, 96)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"targets": [*ATTENTION, "gate_proj"]}, "gate_proj without up_proj"),
+    ({"targets": [*ATTENTION, "router"]}, "the router, which stays frozen"),
+    ({"target_parameters": ["mlp.router.weight"]}, "target_parameters=.*gate_up_proj and down_proj of gpt-oss"),
+    ({"lora_dropout": 0.1}, "LoRA on experts has no dropout"),
+    ({"targets": ["experts.w1"]}, "does not have"),
+])
+def test_what_cannot_be_trained_of_experts_is_refused_by_name(options: Any, words: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        adapted(folder, **options)
+
+
+def test_without_names_of_experts_only_attention_is_trained(folder: Path) -> None:
+    model, _ = adapted(folder, None)
+    paths = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    assert len(paths) == 8 and all(".self_attn." in path for path in paths)
+
+
+def changed(folder: Path, to: Path, change: Any) -> Path:
+    """A copy of a checkpoint whose tensors went through `change`."""
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(to / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+NAME = "model.layers.1.mlp.experts.down_proj"
+
+
+def nan_scale(tensors: Any) -> None:
+    tensors[f"{NAME}_scales"][3, 5, 1] = 255
+
+
+def short_rows(tensors: Any) -> None:
+    for part in ("blocks", "scales"):
+        tensors[f"{NAME}_{part}"] = tensors[f"{NAME}_{part}"][:, :, :-1].contiguous()  # 64 columns of 96
+
+
+def other_blocks(tensors: Any) -> None:
+    tensors[f"{NAME}_blocks"] = tensors[f"{NAME}_blocks"].view(32, 64, 6, 8)
+
+
+def other_names(tensors: Any) -> None:
+    for name in [name for name in tensors if name.endswith("_blocks")]:
+        tensors[name.replace("_blocks", ".codes")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (nan_scale, r"layers\.1\.mlp\.experts\.down_proj is stored in MXFP4, and 1 of .* scales are NaN"),
+    (short_rows, r"blocks and scales are \(32, 64, 2, 16\) and \(32, 64, 2\), where its config has \(32, 64, 3, 16\)"),
+    (other_blocks, r"blocks and scales are \(32, 64, 6, 8\)"), (other_names, "lacks 4 tensors"),
+])
+def test_a_damaged_checkpoint_is_refused_with_what_is_wrong(
+    change: Any, words: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        FastLanguageModel.from_pretrained(str(changed(folder, tmp_path / "changed", change)), max_seq_length=64)
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_experts_in_16_bits_are_loaded_too(four_bit: bool, tmp_path: Path) -> None:
+    stored = gpt_oss_folder(tmp_path, "16bit")
+    model, _ = FastLanguageModel.from_pretrained(
+        str(stored), max_seq_length=64, load_in_4bit=four_bit, dtype=torch.float32)
+    plain = plain_gpt_oss(stored)
+    for number in range(2):
+        ours, theirs = (each.model.layers[number].mlp.experts for each in (model.inner, plain))
+        for name in STACKS:
+            held = getattr(ours, name).frozen.weight.dequantized().view(32, -1, 64 if name in STACKS[:1] else 96)
+            wanted = getattr(theirs, name).mT
+            assert (held - wanted).abs().max() <= (0.15 * wanted.abs().max() if four_bit else 0)
