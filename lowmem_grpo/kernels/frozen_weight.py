@@ -31,7 +31,7 @@ class FrozenWeight:
     kind: ClassVar[str]  # names the class in operations, which take tensors, numbers and strings
     quantized: ClassVar[bool] = True
     decode_op: ClassVar[Any] = None  # the operation of few_rows.py for the x that `can_decode` takes
-    grouped: ClassVar[Any] = None  # products with experts, as in nf4_grouped.py, for the x that `can_group` takes
+    grouped: ClassVar[Any] = None  # products with experts, as in grouped_products.py, for the x that `can_group` takes
     shape: tuple[int, int]  # out, in
     dtype: torch.dtype  # of the values
     out_features: tuple[int, ...]  # rows of each matrix; their sum is out

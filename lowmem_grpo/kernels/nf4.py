@@ -23,7 +23,7 @@ from lowmem_grpo.kernels.custom_op import custom_op
 from lowmem_grpo.kernels.few_rows import decode_op, takes_rows
 from lowmem_grpo.kernels.few_rows_kernels import nf4_decode_triton
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight
-from lowmem_grpo.kernels.nf4_grouped import can_group, nf4_grouped
+from lowmem_grpo.kernels.grouped_products import can_group, grouped_products
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
@@ -47,7 +47,7 @@ class NF4Weight(FrozenWeight, kind="nf4"):
     offset: Tensor | None = None  # () or (nested blocks,) float32
     nested_blocksize: int = 256
     first_block: int = 0  # in a band of rows: blocks before it in its first nested block
-    grouped = nf4_grouped
+    grouped = grouped_products
 
     @classmethod
     def from_bitsandbytes(cls, param: Any) -> "NF4Weight":

@@ -8,10 +8,10 @@ with a = silu(gate) * up (Shazeer et al., arXiv 1701.06538; Qwen3, arXiv 2505.09
 (T, k). Products and activations are in the dtype of x; w, its gradient and sums over experts are in float32. Experts
 may have biases, another activation, and LoRA (expert_matrices.py), as those of gpt-oss (arXiv 2508.10925).
 
-On a card, at most GROUPED_ROWS rows per expert on average go through `nf4_grouped.py`. More rows, rows on the CPU and
-rows for experts in 16 bits go through one expert after the other, which is decoded into a shared buffer and applied to
-at most PIECE rows of x at a time. The backward pass decodes and computes gate and up again: only x, ids, w and LoRA are
-saved, before y is computed, as in `lora_mlp.py`.
+On a card, at most GROUPED_ROWS rows per expert on average go through `grouped_products.py`. More rows, rows on the CPU
+and rows for experts in 16 bits go through one expert after the other, which is decoded into a shared buffer and applied
+to at most PIECE rows of x at a time. The backward pass decodes and computes gate and up again: only x, ids, w and LoRA
+are saved, before y is computed, as in `lora_mlp.py`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,9 +32,9 @@ from lowmem_grpo.kernels.glu import (
     glu_forward,
     named,
 )
+from lowmem_grpo.kernels.grouped_products import Places
 from lowmem_grpo.kernels.lora import as_given, pairs_of, scales_of, tensors_of
 from lowmem_grpo.kernels.lora_factors import LoRA, held_factors, shared_factors
-from lowmem_grpo.kernels.nf4_grouped import Places
 
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # per expert, on average: one large tile each (not measured yet)

@@ -113,3 +113,10 @@ def e2m1(code):
     """Return the value of each E2M1 code (uint8, below 16) in float32: its bits in a float16 are the value / 2**14."""
     bits = ((code & 7).to(tl.uint16) << 9) | ((code & 8).to(tl.uint16) << 12)
     return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def e8m0(scale):
+    """Return 2**(scale - 127) for each scale (uint8, below 255) in float32; 2**-127 is below its normal numbers."""
+    exponent = scale.to(tl.uint32)
+    return tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from accuracy import interpreted
+from card import gpu
 from tables import every_row, not_refused
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -15,7 +17,9 @@ from lowmem_grpo.kernels.mxfp4 import (
     mxfp4_dequantize,
     mxfp4_dequantize_op,
     mxfp4_dequantize_ref,
+    mxfp4_dequantize_triton,
     mxfp4_quantize,
+    variants,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -76,15 +80,41 @@ def test_blocks_of_a_checkpoint_are_borrowed_as_they_lie() -> None:
     assert weight.rows(2, 5).tensors[0].data_ptr() == blocks[2].data_ptr()
 
 
-@pytest.mark.parametrize("pieces", [False, True])
-def test_a_band_takes_its_own_codes_and_scales(pieces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if pieces:
+def in_triton(weight: MXFP4Weight, row: int = 0, column: int = 0, shape: tuple[int, int] | None = None,
+              dtype: torch.dtype = torch.float32) -> Tensor:
+    """What the kernel writes."""
+    out = torch.empty(shape or weight.shape, dtype=dtype, device=weight.device)
+    mxfp4_dequantize_triton(out, *weight.tensors, row, column)
+    return out
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow")
+@every_row("dtype", [torch.float32, torch.float16])
+def test_kernel_decodes_every_code_with_every_finite_scale_as_transformers_does(dtype: torch.dtype) -> None:
+    weight = every_code(dtype)
+    assert torch.equal(in_triton(weight, dtype=dtype), by_transformers(weight, dtype))
+
+
+@interpreted
+def test_kernel_has_the_references_bits_in_any_size() -> None:
+    for shape in SHAPES:
+        weight = mxfp4_quantize(random(*shape))
+        assert torch.equal(in_triton(weight), mxfp4_dequantize_ref(weight)), shape
+
+
+@pytest.mark.parametrize("how", ["whole", "in pieces", pytest.param("by the kernel", marks=interpreted)])
+def test_a_band_takes_its_own_codes_and_scales(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "in pieces":
         monkeypatch.setattr(mxfp4, "REFERENCE_ELEMENTS", 1000)
     weight = mxfp4_quantize(random(57, 384))
     whole = mxfp4_dequantize_ref(weight)
     for row, column, shape in [(0, 0, (57, 384)), (3, 0, (5, 384)), (0, 32, (57, 64)), (56, 352, (1, 32))]:
         found = torch.empty(shape)
-        weight.fill(found, row, column)
+        if how == "by the kernel":
+            found = in_triton(weight, row, column, shape)
+        else:
+            weight.fill(found, row, column)
         assert torch.equal(found, whole[row : row + shape[0], column : column + shape[1]]), (row, column, shape)
 
 
@@ -143,3 +173,17 @@ def test_what_does_not_fit_is_refused_with_what_was_got() -> None:
 def test_operation_passes_torchs_checks() -> None:
     weight = mxfp4_quantize(random(5, 96))
     torch.library.opcheck(mxfp4_dequantize_op, (torch.empty(4, 64), *weight.tensors, 1, 32))
+
+
+def test_the_kernel_is_compiled_for_every_chip() -> None:
+    assert all(len(variants(chip, torch.float16)) == 1 for chip in (75, 80, 120))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_on_a_card_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
+    weight = every_code(dtype, "cuda")
+    assert torch.equal(mxfp4_dequantize(weight), by_transformers(weight, dtype))
+    large = mxfp4_quantize(random(513, 4096).to("cuda", dtype))
+    assert torch.equal(mxfp4_dequantize(large), mxfp4_dequantize_ref(large))
+    assert torch.equal(in_triton(large, 3, 32, (5, 96), dtype), mxfp4_dequantize_ref(large)[3:8, 32:128])

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.frozen_weight import PlainWeight
 from lowmem_grpo.kernels.lora import LoRA
+from lowmem_grpo.kernels.mxfp4 import MXFP4Weight
 from lowmem_grpo.kernels.nf4 import NF4Weight
 
 # tests/conftest.py turns the interpreter on where there is no card. It computes bfloat16 wrongly: float32 only.
@@ -44,7 +45,7 @@ def in_float64(value: Any) -> Any:
         return {name: in_float64(one) for name, one in value.items()}
     if isinstance(value, LoRA):
         return LoRA(in_float64(value.a), in_float64(value.b), value.scale)
-    if isinstance(value, NF4Weight):  # as its codes and scales define it
+    if isinstance(value, (NF4Weight, MXFP4Weight)):  # as its codes and scales define it
         return replace(value, dtype=torch.float64)
     if isinstance(value, PlainWeight):
         return PlainWeight(value.tensor.double())

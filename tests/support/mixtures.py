@@ -12,6 +12,7 @@ from nf4_problem import in_4_bit
 from torch import Tensor, nn
 
 from lowmem_grpo.kernels.frozen import FrozenStack
+from lowmem_grpo.kernels.mxfp4 import mxfp4_quantize
 from lowmem_grpo.kernels.nf4 import NF4Weight
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.models.routes import Routes
@@ -103,10 +104,12 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, devic
 def stack(
     experts: int, out: int, columns: int, kind: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> FrozenStack:
-    """Random experts: kind "plain", "nf4" or "nested"."""
+    """Random experts: kind "plain", "nf4", "nested" or "mxfp4"."""
     weights = (random(experts, out, columns, seed=out) / columns**0.5).to(device, dtype)
     if kind == "plain":
         return FrozenStack.from_weights(weights)
+    if kind == "mxfp4":
+        return FrozenStack(mxfp4_quantize(weights.flatten(0, 1)), experts)
     param = in_4_bit(weights.flatten(0, 1), double=kind == "nested", device=device)
     return FrozenStack(NF4Weight.from_bitsandbytes(param), experts)
 

@@ -1,4 +1,4 @@
-"""Products of rows with the NF4 weights of their experts, decoded tile by tile on a card.
+"""Products of rows with the 4-bit weights of their experts (NF4 or MXFP4), decoded tile by tile on a card.
 
     forward    out_p = scale_p x_row(p) W_e(p)^T          x (N, K), W (E, O, K), out (S, O)
     backward   out_p = scale_p x_row(p) W_e(p)            x (N, O), out (S, K)
@@ -7,7 +7,7 @@ A place p is one of S pairs of a row of x and an expert e(p). Places are sorted 
 places (`Places`). No tile belongs to two experts, so there are at most S / BLOCK_M + E tiles: the shapes fix the grid,
 nothing waits for the host, and programs beyond the last tile end at once. A program reads rows of x by index and writes
 its results at their places, so that no rows are sorted or copied. Even and odd columns are multiplied apart, as in
-few_rows_kernels.py. A block of 64 weights lies in one row: K must be a multiple of 64.
+few_rows_kernels.py. A step decodes 64 weights of a row, which are whole blocks: K must be a multiple of 64.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,19 @@ from torch import Tensor
 
 from lowmem_grpo.kernels.frozen_weight import FrozenWeight
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
-from lowmem_grpo.kernels.triton_utils import TRITON_TYPES, Launch, Variant, capability, tl, triton, types_of
+from lowmem_grpo.kernels.triton_utils import (
+    TRITON_TYPES,
+    Launch,
+    Variant,
+    capability,
+    e2m1,
+    e8m0,
+    tl,
+    triton,
+    types_of,
+)
 
-BYTES = 32  # decoded at a time from a row: one block
+BYTES = 32  # decoded at a time from a row: a block of NF4, two of MXFP4
 VARYING = ["places_a_row", "size_out", "row_bytes", "experts", "offset_stride", "block_shift", "first_block"]
 
 
@@ -48,8 +58,9 @@ def block_rows(places: int, experts: int) -> int:
 
 
 def can_group(x: Tensor) -> bool:
-    """Return whether the kernels can multiply rows x: on CUDA from sm_80 on. Before sm_80 Triton uses no tensor cores,
-    and the tiles do not fit in registers."""
+    """Return whether the kernels can multiply rows x: on CUDA from sm_80 on. Before sm_80 (a T4) Triton uses no tensor
+    cores, and the tiles do not fit in registers: there `routed_experts` decodes one expert after the other into a
+    shared buffer, whatever the number of rows."""
     return x.is_cuda and x.dtype in TRITON_TYPES and capability(x.device) >= 80
 
 
@@ -76,30 +87,39 @@ def tile_of(order_ptr, ends_ptr, tiles_ptr, experts, tile, BLOCK_M: tl.constexpr
 @triton.jit
 def halves_of(
     source, inside, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride,
-    block_shift, first_block, nested_shift, BYTES: tl.constexpr, NESTED: tl.constexpr, SHUFFLE: tl.constexpr,
+    block_shift, first_block, nested_shift, BYTES: tl.constexpr, NESTED: tl.constexpr, MXFP4: tl.constexpr,
+    SHUFFLE: tl.constexpr,
 ):
-    """Return float32 weights of a tile's even and odd columns, (BLOCK_N, BYTES) each, from the bytes at `source`."""
+    """Return float32 weights of a tile's even and odd columns, (BLOCK_N, BYTES) each, from the bytes at `source`. The
+    scales of MXFP4 are at `absmax_ptr`; the arguments behind it are those of NF4."""
     packed = tl.load(packed_ptr + source[:, None] + tl.arange(0, BYTES)[None, :], mask=inside[:, None], other=0)
-    scale = block_scale(
-        source, inside, absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride, block_shift,
-        first_block, nested_shift, NESTED,
-    )[:, None]
-    if SHUFFLE:
-        high = lookup_high(packed, code_ptr.to(tl.int64))
-        low = lookup_low(packed, code_ptr.to(tl.int64))
+    if MXFP4:
+        block = (source >> 4)[:, None] + tl.arange(0, BYTES // 16)[None, :]
+        scales = e8m0(tl.load(absmax_ptr + block, mask=inside[:, None], other=0))[:, :, None]
+        blocks = tl.reshape(packed, (packed.shape[0], BYTES // 16, 16))
+        even = tl.reshape(e2m1(blocks & 15) * scales, packed.shape)
+        return even, tl.reshape(e2m1(blocks >> 4) * scales, packed.shape)
     else:
-        high = tl.load(code_ptr + (packed >> 4))
-        low = tl.load(code_ptr + (packed & 15))
-    return high * scale, low * scale
+        scale = block_scale(
+            source, inside, absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride, block_shift,
+            first_block, nested_shift, NESTED,
+        )[:, None]
+        if SHUFFLE:
+            high = lookup_high(packed, code_ptr.to(tl.int64))
+            low = lookup_low(packed, code_ptr.to(tl.int64))
+        else:
+            high = tl.load(code_ptr + (packed >> 4))
+            low = tl.load(code_ptr + (packed & 15))
+        return high * scale, low * scale
 
 
 @triton.jit(do_not_specialize=VARYING)
-def nf4_grouped_fwd_kernel(
+def grouped_fwd_kernel(
     out_ptr, x_ptr, scale_ptr, order_ptr, ends_ptr, tiles_ptr, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr,
     nested_absmax_ptr, offset_ptr, places_a_row, size_out, row_bytes, experts, offset_stride, block_shift,
     first_block, nested_shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, STEPS: tl.constexpr, SCALED: tl.constexpr,
-    NESTED: tl.constexpr, SHUFFLE: tl.constexpr,
+    NESTED: tl.constexpr, MXFP4: tl.constexpr, SHUFFLE: tl.constexpr,
 ):
     tile = tl.program_id(0)
     if tile < tl.load(tiles_ptr + experts):
@@ -114,12 +134,12 @@ def nf4_grouped_fwd_kernel(
         for begin in range(0, row_bytes, BYTES):
             even = tl.load(x_rows + 2 * begin, mask=there[:, None], other=0.0)
             odd = tl.load(x_rows + 2 * begin + 1, mask=there[:, None], other=0.0)
-            high, low = halves_of(
+            left, right = halves_of(
                 source + begin, inside, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr,
-                offset_ptr, offset_stride, block_shift, first_block, nested_shift, BYTES, NESTED, SHUFFLE,
+                offset_ptr, offset_stride, block_shift, first_block, nested_shift, BYTES, NESTED, MXFP4, SHUFFLE,
             )
-            total = tl.dot(even, tl.trans(high.to(dtype)), total, input_precision="ieee")
-            total = tl.dot(odd, tl.trans(low.to(dtype)), total, input_precision="ieee")
+            total = tl.dot(even, tl.trans(left.to(dtype)), total, input_precision="ieee")
+            total = tl.dot(odd, tl.trans(right.to(dtype)), total, input_precision="ieee")
         if SCALED:
             total = total * tl.load(scale_ptr + place, mask=there, other=0.0)[:, None].to(tl.float32)
         target = out_ptr + place[:, None] * size_out + n[None, :]
@@ -127,12 +147,12 @@ def nf4_grouped_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def nf4_grouped_bwd_kernel(
+def grouped_bwd_kernel(
     out_ptr, x_ptr, scale_ptr, order_ptr, ends_ptr, tiles_ptr, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr,
     nested_absmax_ptr, offset_ptr, places_a_row, size_out, row_bytes, experts, offset_stride, block_shift,
     first_block, nested_shift,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BYTES: tl.constexpr, STEPS: tl.constexpr, SCALED: tl.constexpr,
-    NESTED: tl.constexpr, SHUFFLE: tl.constexpr,
+    NESTED: tl.constexpr, MXFP4: tl.constexpr, SHUFFLE: tl.constexpr,
 ):
     # one block of 64 columns; the sum runs over rows of the weight, BLOCK_N at a time
     tile = tl.program_id(0)
@@ -149,12 +169,12 @@ def nf4_grouped_bwd_kernel(
             inside = n < size_out
             source = (expert * size_out + tl.where(inside, n, 0)) * row_bytes + byte
             x = tl.load(x_rows + n[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-            high, low = halves_of(
+            left, right = halves_of(
                 source, inside, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr,
-                offset_stride, block_shift, first_block, nested_shift, BYTES, NESTED, SHUFFLE,
+                offset_stride, block_shift, first_block, nested_shift, BYTES, NESTED, MXFP4, SHUFFLE,
             )
-            even = tl.dot(x, high.to(dtype), even, input_precision="ieee")
-            odd = tl.dot(x, low.to(dtype), odd, input_precision="ieee")
+            even = tl.dot(x, left.to(dtype), even, input_precision="ieee")
+            odd = tl.dot(x, right.to(dtype), odd, input_precision="ieee")
         if SCALED:
             scale = tl.load(scale_ptr + place, mask=there, other=0.0)[:, None].to(tl.float32)
             even = even * scale
@@ -164,7 +184,7 @@ def nf4_grouped_bwd_kernel(
         tl.store(target + 1, odd.to(dtype), mask=there[:, None])
 
 
-def nf4_grouped(
+def grouped_products(
     weight: FrozenWeight, x: Tensor, experts: int, places: Places, places_a_row: int = 1,
     scale: Tensor | None = None, back: bool = False,
 ) -> Tensor:
@@ -174,13 +194,14 @@ def nf4_grouped(
     out = x.new_empty(len(places.order), columns if back else rows)
     launch = grouped_launch(places.block)
     width = 2 * BYTES if back else launch.constexprs["BLOCK_N"]
-    pointers, numbers = weight_arguments(tensors, weight.sizes)
-    kernel = nf4_grouped_bwd_kernel if back else nf4_grouped_fwd_kernel
+    mxfp4 = weight.kind == "mxfp4"
+    pointers, numbers = ([*tensors, *4 * tensors[:1]], [0] * 4) if mxfp4 else weight_arguments(tensors, weight.sizes)
+    kernel = grouped_bwd_kernel if back else grouped_fwd_kernel
     if out.numel():
         kernel[(places.most, triton.cdiv(out.shape[1], width))](
             out, x.contiguous(), x if scale is None else scale.contiguous(), places.order, places.ends, places.tiles,
             *pointers, places_a_row, rows, columns // 2, experts, *numbers, BYTES=BYTES, STEPS=steps_of(experts),
-            SCALED=scale is not None, NESTED=len(tensors) > 3, SHUFFLE=x.is_cuda, **launch.options,
+            SCALED=scale is not None, NESTED=len(tensors) > 3, MXFP4=mxfp4, SHUFFLE=x.is_cuda, **launch.options,
         )
     return out
 
@@ -190,14 +211,15 @@ def steps_of(experts: int) -> int:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
-    """Return a variant per direction, tile size, scale and quantization, for 128 experts; none before sm_80."""
-    if capability < 80:
-        return []
+    """Return a variant per direction, tile size, scale and form of the weights, for 128 experts; none before sm_80."""
+    forms = {"nf4": (False, False), "nested": (True, False), "mxfp4": (False, True)}
     return [
-        Variant(f"{name} block={block} scaled={scaled} nested={nested}", kernel,
-                types_of(kernel, dtype, order_ptr="*i64", ends_ptr="*i64", tiles_ptr="*i64", **weight_types(nested),
+        Variant(f"{name} block={block} scaled={scaled} {form}", kernel,
+                types_of(kernel, dtype, order_ptr="*i64", ends_ptr="*i64", tiles_ptr="*i64",
+                         **(dict.fromkeys(weight_types(False), "*u8") if mxfp4 else weight_types(nested)),
                          **({"scale_ptr": "*fp32"} if scaled else {})), grouped_launch(block),
-                {"BYTES": BYTES, "STEPS": steps_of(128), "SCALED": scaled, "NESTED": nested, "SHUFFLE": True})
-        for name, kernel in (("nf4_grouped_fwd", nf4_grouped_fwd_kernel), ("nf4_grouped_bwd", nf4_grouped_bwd_kernel))
-        for block in (16, 64) for scaled in (False, True) for nested in (False, True)
-    ]
+                {"BYTES": BYTES, "STEPS": steps_of(128), "SCALED": scaled, "NESTED": nested, "MXFP4": mxfp4,
+                 "SHUFFLE": True})
+        for name, kernel in (("grouped_fwd", grouped_fwd_kernel), ("grouped_bwd", grouped_bwd_kernel))
+        for block in (16, 64) for scaled in (False, True) for form, (nested, mxfp4) in forms.items()
+    ] if capability >= 80 else []

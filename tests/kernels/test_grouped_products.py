@@ -1,6 +1,9 @@
-"""Grouped products with NF4 experts in the interpreter: by the definition of the codes, for any spread of rows."""
+"""Grouped products with 4-bit experts in the interpreter: by the definition of the codes, for any spread of rows."""
 
 from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +13,9 @@ from tables import every_row, pairwise
 from torch import Tensor
 
 from lowmem_grpo.kernels.frozen import FrozenStack
+from lowmem_grpo.kernels.grouped_products import Places, block_rows
+from lowmem_grpo.kernels.mxfp4 import mxfp4_dequantize_ref
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
-from lowmem_grpo.kernels.nf4_grouped import Places, block_rows
 from lowmem_grpo.kernels.routed_experts import Matrices, grouped_backward, grouped_forward, routed_experts_ref
 
 SPREADS = {  # ids of places
@@ -22,15 +26,15 @@ SPREADS = {  # ids of places
 
 def by_definition(x: Tensor, experts: FrozenStack, ids: Tensor, back: bool, scale: Tensor) -> Tensor:
     """Each place by itself."""
-    held = experts.weight
-    assert isinstance(held, NF4Weight)
-    weights = nf4_dequantize_ref(replace(held, dtype=x.dtype)).view(experts.shape)
+    held: Any = replace(experts.weight, dtype=x.dtype)  # type: ignore[type-var]
+    reference: Any = nf4_dequantize_ref if isinstance(held, NF4Weight) else mxfp4_dequantize_ref
+    weights = reference(held).view(experts.shape)
     rows = torch.stack([row @ (weights[e] if back else weights[e].T) for row, e in zip(x, ids.tolist(), strict=True)])
     wide = torch.promote_types(x.dtype, torch.float32)
     return (rows.to(wide) * scale[:, None].to(wide)).to(x.dtype)
 
 
-@pytest.mark.parametrize(*pairwise(kind=["nf4", "nested"], spread=SPREADS, back=[False, True], **{
+@pytest.mark.parametrize(*pairwise(kind=["nf4", "nested", "mxfp4"], spread=SPREADS, back=[False, True], **{
     "device,dtype": [pytest.param("cpu", torch.float32, marks=interpreted), *IN_16_BITS]
 }))
 @pytest.mark.every(2)
@@ -48,8 +52,9 @@ def test_products_are_those_of_each_place_by_itself(
 
 
 @interpreted
-def test_several_places_of_a_row_read_it_by_index() -> None:
-    ids, experts = torch.tensor([[2, 0], [1, 2], [0, 1]]), stack(3, 64, 64, "nested")
+@every_row("kind", ["nested", "mxfp4"])
+def test_several_places_of_a_row_read_it_by_index(kind: str) -> None:
+    ids, experts = torch.tensor([[2, 0], [1, 2], [0, 1]]), stack(3, 64, 64, kind)
     x, ones = random(3, 64), torch.ones(6)
     found = experts.weight.grouped(x, 3, Places.from_ids(ids.flatten(), 3), 2)
     wanted = by_definition(x.repeat_interleave(2, 0), experts, ids.flatten(), False, ones)
@@ -71,19 +76,20 @@ def test_each_place_is_in_one_tile_of_its_expert_and_tiles_are_no_more_than_the_
 
 
 def test_only_weights_in_whole_blocks_of_64_are_taken() -> None:
-    for columns in (128, 96):
-        weight = stack(2, 8, columns, "nested").weight
-        assert isinstance(weight, NF4Weight) and weight.whole_blocks == (columns == 128)
+    x = SimpleNamespace(is_cuda=True, dtype=torch.float16, device=torch.device("cpu"))  # capability 80
+    for kind, columns in product(("nested", "mxfp4"), (128, 96)):
+        assert stack(2, 8, columns, kind).weight.can_group(x) == (columns == 128)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [
     pytest.param("cpu", torch.float32, marks=interpreted), *IN_16_BITS])
+@pytest.mark.parametrize("kind", ["nested", "mxfp4"])
 @pytest.mark.parametrize("size", [(1, (8, 8, 128, 64)), (63, (5, 3, 192, 64))])
 @pytest.mark.every(2)
 def test_routed_experts_through_the_kernels_are_as_accurate_as_the_reference(
-    size: tuple[int, tuple[int, int, int, int]], device: str, dtype: torch.dtype
+    size: tuple[int, tuple[int, int, int, int]], device: str, dtype: torch.dtype, kind: str
 ) -> None:
-    given = problem(*size, "nested", dtype, device)
+    given = problem(*size, kind, dtype, device)
     x, weights = given["x"].detach(), given["weights"].detach()
     grad = random(*x.shape, seed=7, dtype=dtype, device=device)
     rest = given["ids"], weights, Matrices(given["gate_up"]), Matrices(given["down"])
