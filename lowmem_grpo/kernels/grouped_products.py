@@ -85,20 +85,31 @@ def tile_of(order_ptr, ends_ptr, tiles_ptr, experts, tile, BLOCK_M: tl.constexpr
 
 
 @triton.jit
+def decoded_once(values):
+    """Return 16-bit values as they are. Since this seems to have effects, the compiler decodes each weight once and
+    copies it to the warps that share it; else all of them would decode it (1424 instructions in place of 416)."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
 def halves_of(
     source, inside, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride,
-    block_shift, first_block, nested_shift, BYTES: tl.constexpr, NESTED: tl.constexpr, MXFP4: tl.constexpr,
-    SHUFFLE: tl.constexpr,
+    block_shift, first_block, nested_shift, dtype: tl.constexpr, BLOCK_M: tl.constexpr, BYTES: tl.constexpr,
+    NESTED: tl.constexpr, MXFP4: tl.constexpr, SHUFFLE: tl.constexpr,
 ):
-    """Return float32 weights of a tile's even and odd columns, (BLOCK_N, BYTES) each, from the bytes at `source`. The
-    scales of MXFP4 are at `absmax_ptr`; the arguments behind it are those of NF4."""
+    """Return the weights of a tile's even and odd columns, (BLOCK_N, BYTES) each, from the bytes at `source`: of NF4 in
+    float32, of MXFP4 in `dtype`. The scales of MXFP4 are at `absmax_ptr`; the arguments behind it are those of NF4."""
     packed = tl.load(packed_ptr + source[:, None] + tl.arange(0, BYTES)[None, :], mask=inside[:, None], other=0)
     if MXFP4:
         block = (source >> 4)[:, None] + tl.arange(0, BYTES // 16)[None, :]
         scales = e8m0(tl.load(absmax_ptr + block, mask=inside[:, None], other=0))[:, :, None]
         blocks = tl.reshape(packed, (packed.shape[0], BYTES // 16, 16))
-        even = tl.reshape(e2m1(blocks & 15) * scales, packed.shape)
-        return even, tl.reshape(e2m1(blocks >> 4) * scales, packed.shape)
+        even = tl.reshape(e2m1(blocks & 15) * scales, packed.shape).to(dtype)
+        odd = tl.reshape(e2m1(blocks >> 4) * scales, packed.shape).to(dtype)
+        if SHUFFLE and BLOCK_M > 16 and dtype.primitive_bitwidth == 16:
+            even = decoded_once(even)
+            odd = decoded_once(odd)
+        return even, odd
     else:
         scale = block_scale(
             source, inside, absmax_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr, offset_stride, block_shift,
@@ -136,7 +147,8 @@ def grouped_fwd_kernel(
             odd = tl.load(x_rows + 2 * begin + 1, mask=there[:, None], other=0.0)
             left, right = halves_of(
                 source + begin, inside, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr,
-                offset_ptr, offset_stride, block_shift, first_block, nested_shift, BYTES, NESTED, MXFP4, SHUFFLE,
+                offset_ptr, offset_stride, block_shift, first_block, nested_shift, dtype, BLOCK_M, BYTES, NESTED,
+                MXFP4, SHUFFLE,
             )
             total = tl.dot(even, tl.trans(left.to(dtype)), total, input_precision="ieee")
             total = tl.dot(odd, tl.trans(right.to(dtype)), total, input_precision="ieee")
@@ -171,7 +183,7 @@ def grouped_bwd_kernel(
             x = tl.load(x_rows + n[None, :], mask=there[:, None] & inside[None, :], other=0.0)
             left, right = halves_of(
                 source, inside, packed_ptr, absmax_ptr, code_ptr, nested_code_ptr, nested_absmax_ptr, offset_ptr,
-                offset_stride, block_shift, first_block, nested_shift, BYTES, NESTED, MXFP4, SHUFFLE,
+                offset_stride, block_shift, first_block, nested_shift, dtype, BLOCK_M, BYTES, NESTED, MXFP4, SHUFFLE,
             )
             even = tl.dot(x, left.to(dtype), even, input_precision="ieee")
             odd = tl.dot(x, right.to(dtype), odd, input_precision="ieee")
