@@ -39,7 +39,8 @@ class Attention:
     kind: str
     inner: tuple[str, ...] = SPLIT  # the children that make q, k and v
     norm: Literal["", "heads", "whole"] = ""  # norm of q and k: none, per head, or over all heads together
-    position: Literal["half", "pairs"] = "half"  # RoPE rotates x[i] with x[i + R / 2], or x[2 i] with x[2 i + 1]
+    # RoPE rotates x[i] with x[i + R / 2], or x[2 i] with x[2 i + 1]; "once": as "half", and cos and sin are (T, R / 2)
+    position: Literal["half", "pairs", "once"] = "half"
     turned: float = 1.0  # the share of a head that RoPE rotates, if the config does not give it
     turns: str = ""  # the module attribute that tells whether a layer has RoPE; "": all layers have it
     stretched: bool = False  # queries are scaled up by position, with the config's `llama_4_scaling_beta`

@@ -66,6 +66,8 @@ class LeanAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        if (sinks := getattr(self, "sinks", None)) is not None:
+            kwargs = kwargs | {"s_aux": sinks}
         result: tuple[Tensor, Any] = attention_function(self.config)(
             self, query, key, value, attention_mask, dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling, sliding_window=window, **kwargs,
@@ -120,7 +122,13 @@ def turn_pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return turned(q), turned(k)
 
 
-TURNS: dict[str, Callable[..., tuple[Tensor, ...]]] = {"half": partial(rope, heads_first=False), "pairs": turn_pairs}
+def turn_once(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """Apply RoPE to q and k (B, T, H, K), on halves. cos and sin (B, T, R / 2) hold each angle once."""
+    return rope(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), heads_first=False)
+
+
+TURNS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "half": partial(rope, heads_first=False), "pairs": turn_pairs, "once": turn_once}
 
 
 def attention_function(config: Any) -> Any:

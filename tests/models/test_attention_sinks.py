@@ -1,5 +1,6 @@
 """Attention with sinks: a softmax with one more column, forward and backward, in every form that attention takes."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
 
 from lowmem_grpo.memory import cutting
+from lowmem_grpo.memory.families import Attention
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.attention_sinks import ATEN, attention_with_sinks
+from lowmem_grpo.models.lean_modules import LeanAttention
 from lowmem_grpo.models.packed_attention import PackedLayout, lower_right, packed_attention, window_mask
 from lowmem_grpo.models.policy import Policy
 
@@ -144,6 +147,36 @@ def test_it_is_the_attention_of_transformers_gpt_oss(window: int | None) -> None
         out = module(given, angles, mask)[0]
         found.append((out, *torch.autograd.grad(out.square().sum(), given)))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_our_layer_is_as_exact_as_transformers_own(dtype: torch.dtype) -> None:
+    """With biases, YaRN's angles as transformers computes them, a window and the sinks, beyond the window."""
+    config, length = gpt_oss_config(), 200
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    exact = GptOssAttention(config, 0).requires_grad_(False).eval()
+    for parameter in exact.parameters():
+        nn.init.normal_(parameter, 0, 0.3)
+    x, positions = torch.randn(2, length, 64).to(dtype), torch.arange(length)[None]
+    seen = window_mask(length, length, WINDOW, CPU)[None, None]
+    lean_config = gpt_oss_config()
+    lean_config._attn_implementation = attention.NAME
+
+    def run(dtype: torch.dtype, lean: bool = False) -> dict[str, Tensor]:
+        module: Any = copy.deepcopy(exact).to(dtype)
+        angles = GptOssRotaryEmbedding(config)(x.to(dtype), positions)
+        if lean:
+            module.config = lean_config
+            module = LeanAttention(module, Attention("GptOssAttention", position="once"))
+        mask = seen if lean else torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf)
+        given = x.to(dtype, copy=True).requires_grad_()
+        out = module(given, angles, mask)[0]
+        return {"result": out.detach(), "input": torch.autograd.grad(out.float().square().sum(), given)[0]}
+
+    truth, reference, ours = run(torch.float64), run(dtype), run(dtype, lean=True)
+    for what in truth:
+        assert_exact(*({what: values[what]} for values in (ours, reference, truth)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -1,0 +1,83 @@
+"""A gpt-oss in our engine, with a window on every other layer, sinks and YaRN, on texts far beyond the window."""
+
+from typing import Any
+
+import pytest
+import torch
+from gpt_oss import gpt_oss_model
+from small_models import with_adapter
+from transformers import PreTrainedTokenizerBase
+from vllm_models import differences
+
+from lowmem_grpo.config.sampling import SamplingParams
+from lowmem_grpo.engines import transformers_engine
+from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.models import attention
+from lowmem_grpo.models.lean_modules import make_lean
+from lowmem_grpo.models.policy import Policy
+
+WINDOW = 128
+GREEDY = SamplingParams(temperature=0, max_tokens=16, n=2, ignore_eos=True)
+# Rows that are padded on the left up to the longest; beyond the window, below it, and into it while tokens are drawn
+PROMPTS = [[5 + (3 * place + number) % 300 for place in range(length)]
+           for number, length in enumerate((230, 3, WINDOW - 7))]
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
+    model = with_adapter(gpt_oss_model(experts=4)).double()
+    model.get_base_model().set_experts_implementation("eager")  # in float64 too
+    make_lean(model.get_base_model(), None)
+    return TransformersEngine(Policy(model), tokenizer, max_seq_length=512)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Greedy tokens of transformers' own model, each prompt alone, with eager attention."""
+    model: Any = with_adapter(gpt_oss_model(experts=4)).double()
+    model.get_base_model().set_experts_implementation("eager")
+    model.get_base_model().set_attn_implementation("eager")
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+                             max_new_tokens=GREEDY.max_tokens, eos_token_id=None)
+        found.append(out[0, len(prompt):].tolist())
+    return found
+
+
+@pytest.mark.parametrize(("rows", "piece"), [(None, None), (3, 50)])
+def test_greedy_tokens_are_those_of_transformers(
+    engine: TransformersEngine, expected: list[list[int]], rows: int | None, piece: int | None,
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that two completions share, read whole or in pieces, and rows that enter as others leave."""
+    if piece is not None:
+        monkeypatch.setattr(transformers_engine, "prefill_piece", lambda prompts, longest: piece)
+    monkeypatch.setattr(engine.bound, "lowered", rows)
+    groups = engine.generate(PROMPTS, GREEDY)
+    assert [[one.completion_ids for one in group] for group in groups] == [[ids] * 2 for ids in expected]
+    assert len({token for ids in expected for token in ids}) > 9, "a text that is not the same token again"
+
+
+def test_a_window_that_is_ignored_gives_other_tokens(
+    engine: TransformersEngine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the test above sees: in a new token, and in a prompt."""
+    for name in ("cached_attention", "window_mask"):
+        with monkeypatch.context() as patch:
+            plain = getattr(attention, name)
+            if name == "cached_attention":
+                patch.setattr(attention, name, lambda q, k, v, mask, scaling, window, *more: plain(
+                    q, k, v, mask, scaling, None, *more))
+            else:
+                patch.setattr(attention, name, lambda queries, keys, window, device: plain(queries, keys, keys, device))
+            groups = engine.generate(PROMPTS, GREEDY)
+            same = [group[0].completion_ids == ids for group, ids in zip(groups, expected, strict=True)]
+            assert same[1] and not all(same), name
+
+
+def test_sampled_logprobs_are_those_the_trainer_computes(engine: TransformersEngine) -> None:
+    params = SamplingParams(n=3, max_tokens=16, seed=1, ignore_eos=True)
+    groups = engine.generate(PROMPTS, params)
+    assert differences(engine.policy, PROMPTS, groups).abs().max() <= 1e-5
