@@ -142,10 +142,10 @@ FAMILIES: dict[str, Family] = {
         "Exaone4Attention", norm="heads", window="layers", lean=False)),
     "gemma2": refused("Gemma 2", "soft-capped scores"),
     "gpt_oss": decoder(
-        "gpt-oss", "GptOss", vllm=None, turns=("<|start|>", "<|message|>", "<|end|>"),
-        norm=Norm("GptOssRMSNorm", round_once=True),
+        "gpt-oss", "GptOss", vllm=None, turns=("<|start|>", "<|message|>", "<|end|>"), only_bfloat16=True,
+        mlp=MLP("", lean=False), norm=Norm("GptOssRMSNorm", round_once=True),
         experts=ExpertBlock("GptOssMLP", router="router", pair=True, stacked=True, lora=True),
-        attention=Attention("GptOssAttention", window="layers", lean=False)),
+        attention=Attention("GptOssAttention", window="layers", position="once")),
 }
 
 WHOLE, INSIDE = r"^model\.language_model\.", r"^language_model\."

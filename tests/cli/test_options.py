@@ -185,6 +185,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # fields of 
     **{method: ({"quantization_config": {"quant_method": method}}, {}, f"is stored in {method.upper()}, which is not "
                 "trained here. Allowed are checkpoints in 16 or 32 bits") for method in ("gptq", "awq", "mxfp4")},
     "hybrid": ({"model_type": "qwen3_5_text"}, {"dtype": "float16"}, "overflows in float16: the loss would be NaN"),
+    "gpt-oss": ({"model_type": "gpt_oss"}, {"dtype": "float16"}, "gpt-oss overflows in float16"),
     "gemma2": ({"model_type": "gemma2"}, {}, "Gemma 2: its attention has soft-capped scores"),
     "broken": ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, {}, "stored in FP8 of the kind e5m2"),
 }

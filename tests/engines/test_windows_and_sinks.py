@@ -13,7 +13,8 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import transformers_engine
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.models import attention
-from lowmem_grpo.models.lean_modules import make_lean
+from lowmem_grpo.models.experts import use_routed_blocks
+from lowmem_grpo.models.lean_modules import LeanAttention, make_lean
 from lowmem_grpo.models.policy import Policy
 
 WINDOW = 128
@@ -26,8 +27,9 @@ PROMPTS = [[5 + (3 * place + number) % 300 for place in range(length)]
 @pytest.fixture(scope="module")
 def engine(tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
     model = with_adapter(gpt_oss_model(experts=4)).double()
-    model.get_base_model().set_experts_implementation("eager")  # in float64 too
+    use_routed_blocks(model.get_base_model())
     make_lean(model.get_base_model(), None)
+    assert isinstance(model.get_base_model().model.layers[0].self_attn, LeanAttention)
     return TransformersEngine(Policy(model), tokenizer, max_seq_length=512)
 
 
@@ -35,7 +37,7 @@ def engine(tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
 def expected() -> list[list[int]]:
     """Greedy tokens of transformers' own model, each prompt alone, with eager attention."""
     model: Any = with_adapter(gpt_oss_model(experts=4)).double()
-    model.get_base_model().set_experts_implementation("eager")
+    model.get_base_model().set_experts_implementation("eager")  # the others compute in 16 and 32 bits only
     model.get_base_model().set_attn_implementation("eager")
     found = []
     for prompt in PROMPTS:
@@ -60,21 +62,17 @@ def test_greedy_tokens_are_those_of_transformers(
     assert len({token for ids in expected for token in ids}) > 9, "a text that is not the same token again"
 
 
+@pytest.mark.parametrize("name", ["cached_attention", "window_mask"])
 def test_a_window_that_is_ignored_gives_other_tokens(
-    engine: TransformersEngine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    name: str, engine: TransformersEngine, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the test above sees: in a new token, and in a prompt."""
-    for name in ("cached_attention", "window_mask"):
-        with monkeypatch.context() as patch:
-            plain = getattr(attention, name)
-            if name == "cached_attention":
-                patch.setattr(attention, name, lambda q, k, v, mask, scaling, window, *more: plain(
-                    q, k, v, mask, scaling, None, *more))
-            else:
-                patch.setattr(attention, name, lambda queries, keys, window, device: plain(queries, keys, keys, device))
-            groups = engine.generate(PROMPTS, GREEDY)
-            same = [group[0].completion_ids == ids for group, ids in zip(groups, expected, strict=True)]
-            assert same[1] and not all(same), name
+    """What the test above sees: in new tokens, and in prompts."""
+    plain, place = getattr(attention, name), {"cached_attention": 5, "window_mask": 2}[name]
+    monkeypatch.setattr(attention, name, lambda *given: plain(
+        *(1024 if number == place and value else value for number, value in enumerate(given))))
+    groups = engine.generate(PROMPTS, GREEDY)
+    same = [group[0].completion_ids == ids for group, ids in zip(groups, expected, strict=True)]
+    assert same[1] and not all(same)
 
 
 def test_sampled_logprobs_are_those_the_trainer_computes(engine: TransformersEngine) -> None:
