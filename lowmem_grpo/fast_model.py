@@ -19,9 +19,10 @@ from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.engines.decoding import converse
 from lowmem_grpo.engines.request_output import LoraRequest, OutputProcessor, RequestOutput, as_request
-from lowmem_grpo.memory.layer_forms import FP8, NVFP4
+from lowmem_grpo.memory.layer_forms import FP8, MXFP4, NVFP4
 from lowmem_grpo.memory.offload.activations import AUTO, checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs
+from lowmem_grpo.models.experts import ExpertStack
 from lowmem_grpo.models.export.model_card import ADAPTER as OF_ADAPTER
 from lowmem_grpo.models.export.model_card import PastRuns, card_text
 from lowmem_grpo.models.export.saving import LORA, Saving
@@ -37,6 +38,7 @@ from lowmem_grpo.models.vision import ImageInputs, store_of
 from lowmem_grpo.models.vision_processor import with_saved_bounds
 from lowmem_grpo.runs.adapter_file import PREFIX, beside_of, check_for, layers_of, read_adapter, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
+from lowmem_grpo.runs.expert_names import rename_in_file
 from lowmem_grpo.runs.files import explained, write_card
 from lowmem_grpo.runs.saved_adapter import AdapterError, BaseRecord, base_of_adapter, check_base
 from lowmem_grpo.runs.state import TrainerState
@@ -227,6 +229,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         if len(args) < 3:  # PEFT's "auto" asks the hub about the vocabulary, and adds a resized base's matrices
             kwargs.setdefault("save_embedding_layers", False)
         super().save_pretrained(save_directory, *args, **kwargs)
+        self.rename_experts(save_directory, kwargs.get("selected_adapters") or [*self.peft_config])
         self.base_record().write(Path(save_directory))
         if self.loaded.new_tokens:
             from lowmem_grpo.models.new_tokens import save_rows
@@ -238,6 +241,16 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
             ends = {*end_ids(base.generation_config, self.loaded.tokenizer), *self.loaded.stop_ids}
             GenerationConfig(eos_token_id=sorted(ends) or None).save_pretrained(save_directory)
 
+    def rename_experts(self, save_directory: str, adapters: list[str]) -> None:
+        """Let the files that were saved name LoRA on experts as PEFT does on transformers' own model."""
+        modules = {path.removeprefix(PREFIX): module for path, module in self.named_modules()}
+        stacks = [path.removesuffix(".base_layer") for path, module in modules.items()
+                  if isinstance(module, ExpertStack)]
+        for adapter in adapters:
+            layers = [path for path, module in modules.items() if adapter in getattr(module, "lora_A", ())]
+            if {*layers}.intersection(stacks):
+                rename_in_file(Path(save_directory) / ("" if adapter == ADAPTER else adapter), layers, stacks)
+
     def base_record(self) -> BaseRecord:
         """Return which base model the adapter has, and how its weights are held."""
         base: Any = self.get_base_model()
@@ -246,7 +259,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         weight = getattr(embedding, "original_module", embedding).weight
         dtype = weight.dtype if held is None else held.weight.quant_state.dtype
         rows = None if len(weight) == (self.loaded.vocabulary or len(weight)) else len(weight)
-        four_bit = held is not None or form_of(base) == NVFP4
+        four_bit = held is not None or form_of(base) in (MXFP4, NVFP4)
         return BaseRecord(self.loaded.name, four_bit, str(dtype).removeprefix("torch."), self.loaded.revision, in_fp8,
                           self.loaded.sha256, rows)
 

@@ -6,14 +6,16 @@ the last. Here each stack is a module, with `experts.gate_up_proj.lora_A`. The f
 (E r, in), with expert e in rows e r to (e + 1) r, and B (out, r E), with expert e in each E-th column, from e on.
 """
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lowmem_grpo.runs.saved_adapter import AdapterError
+from lowmem_grpo.runs.saved_adapter import ADAPTER_FILE, AdapterError, adapter_settings
 
 KINDS = ("gate_up_proj", "down_proj")  # in the order in which transformers' module of experts has them
 IN_MODEL = re.compile(rf"(.*\.experts)\.({'|'.join(KINDS)})(?=$|\.lora_)")
@@ -94,3 +96,13 @@ def settings_in_file(settings: dict[str, Any], layers: Collection[str], stacks: 
         mine, held = (sorted(layer for layer in of if layer.endswith(f".experts.{kind}")) for of in (layers, stacks))
         parameters += [NUMBERED.sub("", mine[0])] if mine and mine == held else mine
     return settings | {"target_modules": modules, "target_parameters": parameters}
+
+
+def rename_in_file(folder: Path, layers: Collection[str], stacks: Collection[str]) -> None:
+    """Rewrite an adapter that PEFT saved under the model's names as it saves one on transformers' own model."""
+    settings, file = settings_in_file(adapter_settings(folder), layers, stacks), folder / ADAPTER_FILE
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True), "utf-8")
+    tensors = load_file(file)  # which stays mapped
+    save_file({name: tensors[own] for own, name in names_in_file(tensors).items()}, new := file.with_suffix(".new"),
+              {"format": "pt"})
+    new.replace(file)
