@@ -16,10 +16,10 @@ DEVICE = re.compile(r"cpu|mps|(cuda|xpu)(:\d+)?")
 
 @click.command(short_help="Export an adapter, a merged model or a GGUF file.")
 @click.argument("run", type=UserPath())
-@click.option("--format", "kind", type=click.Choice(["adapter", "merged", "merged_4bit", "gguf"]),
+@click.option("--format", "kind", type=click.Choice(["adapter", "merged", "merged_4bit", "merged_mxfp4", "gguf"]),
               default="merged", show_default=True,
-              help="The files of PEFT, the whole model in 16 bits or in bitsandbytes' 4 bits, or a GGUF file (with the "
-                   "extra gguf).")
+              help="The files of PEFT, the whole model in 16 bits, in bitsandbytes' 4 bits or with the experts of "
+                   "gpt-oss in MXFP4, or a GGUF file (with the extra gguf).")
 @click.option("--out", type=UserPath(), required=True, help="Folder for the export.")
 @click.option("--base", help="Base model, if the adapter does not name it or it has moved.")
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
@@ -99,6 +99,9 @@ def summary(done: Any) -> list[str]:
     if "in_4bit" in checks:
         lines.append(f"in 4 bits (NF4, double quantization): {checks['in_4bit']} linear layers, "
                      "whose values are rounded again")
+    if "in_mxfp4" in checks:
+        lines.append(f"experts in MXFP4: {checks['in_mxfp4']} matrices, {checks['requantized']} of them quantized "
+                     f"again, with an error of {checks['requantized_error']:.2g} times the update")
     if "gguf_tensors" in checks:
         lines.append(f"GGUF read back: {checks['gguf_architecture']}, {checks['gguf_tensors']} tensors")
     return lines + ([f"pushed: {done.address}"] if done.address else [])

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.__main__ import main
 from lowmem_grpo.fast_model import FastPeftModel
-from lowmem_grpo.models.export.base_weights import stored_weights, tensor_files
 from lowmem_grpo.models.export.formats import export
+from lowmem_grpo.models.export.stored_weights import stored_weights, tensor_files
 from lowmem_grpo.models.stored_model import INDEX, SINGLE, config_of, find, weight_files
 from lowmem_grpo.runs.saved_adapter import find_adapter
 from lowmem_grpo.utils import UnsupportedError

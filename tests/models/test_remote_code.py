@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 
 import lowmem_grpo
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.models.export.base_weights import linears_to_quantize
 from lowmem_grpo.models.export.merge import MergeError
 from lowmem_grpo.models.export.merged import answers, check_loads
+from lowmem_grpo.models.export.stored_weights import linears_to_quantize
 
 ROOT = Path(lowmem_grpo.__file__).parent
 LOADERS = ("from_pretrained", "from_config")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.data.files import read_rows
 from lowmem_grpo.memory.model_shape import named_config, named_shapes, read_config
-from lowmem_grpo.models.export.base_weights import TensorFiles, tensor_files
+from lowmem_grpo.models.export.stored_weights import TensorFiles, tensor_files
 from lowmem_grpo.models.stored_model import EMBEDDED, indexed_files, resolve
 from lowmem_grpo.runs.saved_adapter import (
     AdapterError,

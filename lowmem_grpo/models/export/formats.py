@@ -20,7 +20,6 @@ from lowmem_grpo.config.beside_lora import base_names
 from lowmem_grpo.config.loading import form_of_weights
 from lowmem_grpo.memory.families import reads_images
 from lowmem_grpo.models.export import gguf, model_card
-from lowmem_grpo.models.export.base_weights import empty_model, stored_weights, tensor_files
 from lowmem_grpo.models.export.folder import Exported, ExportError, new_folder
 from lowmem_grpo.models.export.four_bit import check_in_4bit, write_in_4bit
 from lowmem_grpo.models.export.merge import pairs_of
@@ -28,11 +27,14 @@ from lowmem_grpo.models.export.merged import (
     DTYPES,
     Merge,
     adapter_logits,
+    base_in_training,
     live_card,
     live_merge,
     output_dtype,
     write_folder,
 )
+from lowmem_grpo.models.export.mxfp4 import check_in_mxfp4, write_in_mxfp4
+from lowmem_grpo.models.export.stored_weights import empty_model, stored_weights, tensor_files
 from lowmem_grpo.models.export.trained_matrices import trained_matrices, with_matrices
 from lowmem_grpo.models.gguf_file import digest_of
 from lowmem_grpo.models.hub import check_repo, model_folder, push
@@ -54,7 +56,7 @@ from lowmem_grpo.runs.saved_adapter import (
 )
 from lowmem_grpo.utils import PATH, is_gguf
 
-FORMATS = ("adapter", "merged", "merged_4bit", "gguf")
+FORMATS = ("adapter", "merged", "merged_4bit", "merged_mxfp4", "gguf")
 COMPUTED = ("float32", *DTYPES)  # compute dtypes of a run
 ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, NEW_ROWS, CARD, "generation_config.json", *OF_IMAGES)
 NO_GGUF = ("a model of images is not written as GGUF: llama.cpp reads its tower from a second file. Export it as "
@@ -97,10 +99,13 @@ def export(run: Path | str, kind: str, out: Path | str, settings: ExportSettings
         if kind == "adapter":
             record = export_adapter(adapter, temp, done)
         elif kind == model_card.MERGED_4BIT:
-            record = export_merged(adapter, settings, temp / "merged", done)
+            record, _ = export_merged(adapter, settings, temp / "merged", done)
             write_in_4bit(temp / "merged", temp, done)
+        elif kind == model_card.MERGED_MXFP4:
+            record, merge = export_merged(adapter, settings, temp / "merged", done)
+            write_in_mxfp4(merge, temp / "merged", temp, done)
         elif converter is None:
-            record = export_merged(adapter, settings, temp, done)
+            record, _ = export_merged(adapter, settings, temp, done)
         else:
             record = export_gguf(adapter, settings, converter, temp, done)
         if not (temp / CARD).exists():
@@ -146,9 +151,10 @@ def export_adapter(adapter: RunAdapter, temp: Path, done: Exported) -> BaseRecor
     return record
 
 
-def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported) -> BaseRecord:
-    """Merge a saved adapter into the stored base, and return which that is. Only a small model is loaded, to compare
-    its logits."""
+def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, done: Exported
+                  ) -> tuple[BaseRecord, Merge]:
+    """Merge a saved adapter into the stored base, and return which that is, and what was written. Only a small model is
+    loaded, to compare its logits."""
     adapter_config, tensors = read_adapter(adapter.folder)
     pairs = pairs_of(adapter_config, tensors, adapter.folder)
     trained = trained_matrices(adapter_config, tensors, adapter.note, base_matrices(adapter.folder))
@@ -165,24 +171,27 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
         form = stored.form(form)
     if done.format == model_card.MERGED_4BIT:
         check_in_4bit(config)
+    if done.format == model_card.MERGED_MXFP4:
+        check_in_mxfp4(config)
     processor = None
     if reads_images(config):
         if done.format == "gguf":
             raise ExportError(NO_GGUF)
         processor = with_saved_bounds(load_processor(stored.path, tokenizer), adapter.folder)
     check_patterns(adapter_config, (path for path, _ in empty_model(config).named_modules()), adapter.note)
-    weights = stored_weights(Path(stored.path), config, form, computed, device, names)
+    base, base_config = stored_weights(Path(stored.path), config, form, computed, device, names), config
     stored_rows = config.get_text_config().vocab_size
-    weights, config = with_matrices(weights, trained, config, new_tokens_of(adapter.folder / NEW_ROWS))
+    weights, config = with_matrices(base, trained, config, new_tokens_of(adapter.folder / NEW_ROWS))
     if (rows := config.get_text_config().vocab_size) != stored_rows and tokenizer_beside(adapter.folder) is None:
         raise ExportError(f"the adapter has {rows} tokens and its base {stored_rows}, and {adapter.folder} holds no "
                           "tokenizer with the new ones: save it there (tokenizer.save_pretrained), and export again")
     dtype, generation = output_dtype(settings.dtype, computed), generation_of(stored.path)
     ends = end_ids(generation_of(adapter.folder) or generation or config, tokenizer)
     merge = Merge(weights, pairs, dtype, config, generation, tokenizer, ends, device,
-                  lambda: adapter_logits(stored, adapter.folder, computed, device, form, rows), processor)
+                  lambda: adapter_logits(base_in_training(stored, base, base_config, computed, device, form),
+                                         adapter.folder, rows), processor)
     write_folder(merge, temp, done)
-    return record
+    return record, merge
 
 
 def new_tokens_of(file: Path) -> list[int]:
@@ -196,7 +205,7 @@ def new_tokens_of(file: Path) -> list[int]:
 def export_gguf(adapter: RunAdapter, settings: ExportSettings, converter: gguf.Converter, temp: Path,
                 done: Exported) -> BaseRecord:
     """Merge a saved adapter into a temporary folder and convert that to a GGUF file."""
-    record = export_merged(adapter, settings, temp / "merged", done)
+    record, _ = export_merged(adapter, settings, temp / "merged", done)
     convert_merged(converter, temp / "merged", [settings.gguf_type], done)
     return record
 

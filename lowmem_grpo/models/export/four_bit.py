@@ -4,6 +4,7 @@ The merged model in 16 bits is read again, one tensor at a time. What loading in
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from lowmem_grpo.memory.families import has_experts
-from lowmem_grpo.models.export.base_weights import linears_to_quantize, tensor_files
 from lowmem_grpo.models.export.folder import Exported, ExportError, new_folder
 from lowmem_grpo.models.export.merge import MergeError
 from lowmem_grpo.models.export.merged import live_card, live_merge, write_folder
 from lowmem_grpo.models.export.model_card import MERGED_4BIT
+from lowmem_grpo.models.export.stored_weights import linears_to_quantize, tensor_files
 from lowmem_grpo.models.pretrained import nf4
 from lowmem_grpo.models.stored_model import INDEX
 from lowmem_grpo.runs.files import write_card
@@ -47,9 +48,18 @@ def write_in_4bit(merged: Path, out: Path, done: Exported) -> None:
     """Write the model in the folder `merged` in 4 bits into `out`, and delete `merged`. MergeError if a file reads back
     otherwise."""
     config = AutoConfig.from_pretrained(merged, trust_remote_code=False)
-    modules, files, places = linears_to_quantize(config, config.dtype), tensor_files(merged), dict[str, str]()
-    for file in sorted({*files.values()}):
-        tensors = quantized(file, modules)
+    modules = linears_to_quantize(config, config.dtype)
+    write_quantized(merged, out, nf4(config.dtype, config).to_dict(), lambda file: quantized(file, modules))
+    done.checks["in_4bit"] = len(modules)
+
+
+def write_quantized(merged: Path, out: Path, how: dict[str, Any], tensors_of: Callable[[Path], dict[str, Tensor]]
+                    ) -> None:
+    """Write into `out` the files of the folder `merged` with the tensors that `tensors_of` makes of each, and `how` as
+    the config's `quantization_config`; delete `merged`. MergeError if a file reads back otherwise."""
+    places: dict[str, str] = {}
+    for file in sorted({*tensor_files(merged).values()}):
+        tensors = tensors_of(file)
         save_file(tensors, out / file.name, {"format": "pt"})
         read = load_file(out / file.name)
         if tensors.keys() != read.keys() or any(not tensors[name].equal(read[name]) for name in tensors):
@@ -59,13 +69,13 @@ def write_in_4bit(merged: Path, out: Path, done: Exported) -> None:
         size = sum((out / name).stat().st_size for name in {*places.values()})
         index = {"metadata": {"total_size": size}, "weight_map": places}
         (out / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
-    config.quantization_config = nf4(config.dtype, config).to_dict()
+    config = AutoConfig.from_pretrained(merged, trust_remote_code=False)
+    config.quantization_config = how
     config.save_pretrained(out)
     for path in merged.iterdir():
         if not (out / path.name).exists():
             path.rename(out / path.name)
     shutil.rmtree(merged)
-    done.checks["in_4bit"] = len(modules)
 
 
 def quantized(file: Path, modules: set[str]) -> dict[str, Tensor]:

@@ -21,11 +21,13 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from lowmem_grpo.memory.families import lora_on_experts
 from lowmem_grpo.memory.oom import freed_memory_returned
-from lowmem_grpo.models.export.base_weights import Weight, empty_model, live_weights, tensor_files
+from lowmem_grpo.models.export.base_weights import Weight, live_weights
 from lowmem_grpo.models.export.folder import Exported, ExportError, check_disk, new_folder
 from lowmem_grpo.models.export.merge import LoraPair, MergeError, check_merged, live_pairs, size_of, write_merged
 from lowmem_grpo.models.export.model_card import MERGED, card_text
+from lowmem_grpo.models.export.stored_weights import empty_model, tensor_files
 from lowmem_grpo.models.export.trained_matrices import live_matrices, with_matrices
 from lowmem_grpo.models.policy import end_ids, evaluating
 from lowmem_grpo.models.pretrained import Pretrained, class_of, compute_in, fix_frequencies
@@ -191,10 +193,19 @@ def rms(left: list[Tensor], right: list[Tensor]) -> float:
     return squares.mean().sqrt().item()
 
 
-def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: str, form: str, rows: int) -> Logits:
-    """Return a function for the float32 logits of base and adapter by PEFT, with the base rounded as in training, and
-    `rows` tokens in its vocabulary."""
-    model, _ = base.load(dtype, device, form)
+def base_in_training(stored: Pretrained, weights: list[Weight], config: Any, dtype: torch.dtype, device: str,
+                     form: str) -> Any:
+    """Return the base with its weights rounded as in training, as a model that PEFT puts any adapter on."""
+    if lora_on_experts(config):
+        return plain_model(weights, config, device)
+    model, _ = stored.load(dtype, device, form)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def adapter_logits(model: Any, adapter: Path, rows: int) -> Logits:
+    """Return a function for the float32 logits of a base and its adapter by PEFT, with `rows` tokens in the vocabulary.
+    """
     if rows != model.config.get_text_config().vocab_size:
         model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has the values of new rows
     compute_in(model, torch.float32)
@@ -202,8 +213,17 @@ def adapter_logits(base: Pretrained, adapter: Path, dtype: torch.dtype, device: 
         if not isinstance(parameter, Params4bit) and parameter.is_floating_point():
             parameter.data = parameter.data.float()
     adapted: Any = PeftModel.from_pretrained(model, str(adapter)).eval()
-    adapted.get_base_model().set_attn_implementation("sdpa")
     return live_logits(adapted)
+
+
+def plain_model(weights: list[Weight], config: Any, device: str) -> Any:
+    """Return transformers' own model with these weights, in float32."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = class_of(config).from_config(config, dtype=torch.float32, trust_remote_code=False).to(device)
+    model.load_state_dict({weight.name: weight.open()(0, weight.shape[0]) for weight in weights})
+    return model
 
 
 def live_logits(model: Any) -> Logits:

@@ -13,14 +13,15 @@ from lowmem_grpo.runs.files import CARD, has_own_card
 from lowmem_grpo.runs.saved_adapter import BaseRecord
 from lowmem_grpo.utils import count_text, is_gguf, time_text
 
-ADAPTER, MERGED, MERGED_4BIT, GGUF = "adapter", "merged", "merged_4bit", "gguf"
+ADAPTER, MERGED, MERGED_4BIT, MERGED_MXFP4, GGUF = "adapter", "merged", "merged_4bit", "merged_mxfp4", "gguf"
 TITLES = {ADAPTER: "LoRA adapter of {}", MERGED: "{}, merged", MERGED_4BIT: "{}, merged, in 4 bits",
-          GGUF: "{}, merged, as GGUF"}
+          MERGED_MXFP4: "{}, merged, experts in MXFP4", GGUF: "{}, merged, as GGUF"}
 USES = {
     ADAPTER: "PEFT's `PeftModel.from_pretrained(MODEL, FOLDER)` puts it on the base model, and `FastLanguageModel."
              "from_pretrained(FOLDER)` of lowmem-grpo loads both.",
     MERGED: "transformers' `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it.",
     MERGED_4BIT: "transformers' `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it, with bitsandbytes.",
+    MERGED_MXFP4: "transformers' `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it.",
     GGUF: "llama.cpp reads its file.",
 }
 METHODS = {"sft": "Supervised fine-tuning", "trajectories": "GRPO on trajectories", "rloo": "RLOO", "grpo": "GRPO",
@@ -137,7 +138,8 @@ def form_of_base(base: BaseRecord) -> str | None:
 
 def lora_text(lora: Mapping[str, Any]) -> str:
     targets = lora.get("target_modules") or ()
-    on = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+    targets = [targets] if isinstance(targets, str) else sorted(targets)
+    on = ", ".join([*targets, *sorted(lora.get("target_parameters") or ())])
     return f"rank {lora.get('r')}, alpha {lora.get('lora_alpha')}, on {on}"
 
 

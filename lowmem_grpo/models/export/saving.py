@@ -9,12 +9,11 @@ from lowmem_grpo.config.unsupported import Table, any_value, off, only, refuse
 from lowmem_grpo.models.hub import check_repo, client, full_name, push
 from lowmem_grpo.utils import UnsupportedError
 
-MERGED_16BIT, FORCED, LORA = "merged_16bit", "merged_4bit_forced", "lora"
-METHODS = {"merged_16bit": MERGED_16BIT, "16bit": MERGED_16BIT, "merged_4bit_forced": FORCED, "lora": LORA}
+MERGED_16BIT, FORCED, MXFP4, LORA = "merged_16bit", "merged_4bit_forced", "mxfp4", "lora"
+METHODS = {"16bit": MERGED_16BIT, **{name: name for name in (MERGED_16BIT, FORCED, MXFP4, LORA)}}
 ADVICE = {
     "4bit": 'a merge into 4 bits rounds the update too; if you mean it, say "merged_4bit_forced", as in Unsloth, or '
             'save "merged_16bit" and load that with load_in_4bit=True',
-    "mxfp4": 'save "merged_16bit", and quantize that with the tool of your server',
     "gguf": "call save_pretrained_gguf",
 }
 GGUF_METHODS = {"fast_quantized": "q8_0", "not_quantized": "bf16", "quantized": "q4_k_m", "q4_k": "q4_k_m",
@@ -43,8 +42,8 @@ class Saving:
     def save_pretrained_merged(self, save_directory: str | Path, tokenizer: Any = None,
                                save_method: str | None = MERGED_16BIT, dtype: str | None = None,
                                overwrite: bool = False, **options: Any) -> Path:
-        """Write the model with its adapter merged ("merged_16bit", or "merged_4bit_forced" for NF4 as bitsandbytes
-        stores it), or only the adapter ("lora"); return the folder.
+        """Write the model with its adapter merged ("merged_16bit", "merged_4bit_forced" for NF4 as bitsandbytes stores
+        it, or "mxfp4" for the experts of gpt-oss), or only the adapter ("lora"); return the folder.
 
         Merged weights are rounded once to `dtype`: "bfloat16", "float16", or that of the model (None). Each file is
         read back and compared. Raises ExportError for a folder that is not empty (unless it is an earlier export and
@@ -58,6 +57,10 @@ class Saving:
         folder, name, method = Path(save_directory).expanduser(), self.loaded.name, method_of(save_method)
         if method == FORCED:
             return save_in_4bit(self.inner, folder, tokenizer or self.loaded.tokenizer, dtype, overwrite, name).folder
+        if method == MXFP4:
+            from lowmem_grpo.models.export.mxfp4 import save_in_mxfp4
+
+            return save_in_mxfp4(self.inner, folder, tokenizer or self.loaded.tokenizer, dtype, overwrite, name).folder
         if method == MERGED_16BIT:
             return save_merged(self.inner, folder, tokenizer or self.loaded.tokenizer, dtype, overwrite, name).folder
         if not hasattr(self.inner, "peft_config"):
@@ -119,7 +122,8 @@ def method_of(save_method: str | None) -> str:
     name = MERGED_16BIT if save_method is None else str(save_method).lower().replace(" ", "_")
     if name not in METHODS:
         advice = next((advice for part, advice in ADVICE.items() if part in name), None)
-        raise UnsupportedError(f"save_method is {save_method!r}; allowed are {MERGED_16BIT!r}, {FORCED!r} and {LORA!r}"
+        raise UnsupportedError(f"save_method is {save_method!r}; allowed are {MERGED_16BIT!r}, {FORCED!r}, {MXFP4!r} "
+                               f"and {LORA!r}"
                                + (f": {advice}" if advice else ""))
     return METHODS[name]
 

@@ -14,8 +14,9 @@ import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from torch import Tensor
 
-from lowmem_grpo.models.export.base_weights import Rows, Weight, empty_model
+from lowmem_grpo.models.export.base_weights import Rows, Weight
 from lowmem_grpo.models.export.folder import ExportError
+from lowmem_grpo.models.export.stored_weights import empty_model
 from lowmem_grpo.runs.adapter_file import PREFIX
 from lowmem_grpo.runs.saved_adapter import AdapterError
 

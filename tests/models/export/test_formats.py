@@ -66,7 +66,7 @@ def test_a_run_without_a_whole_checkpoint_says_so(tmp_path: Path) -> None:
     (["nowhere", "--out", "out"], 1, "there is no nowhere; give the folder of a run"),
     (["file", "--out", "out"], 1, "file is a file"), (["empty", "--out", "out"], 1, "neither a run nor an adapter"),
     (["empty", "--out", "out", "--format", "onnx"], 2,
-     "'onnx' is not one of 'adapter', 'merged', 'merged_4bit', 'gguf'"),
+     "'onnx' is not one of 'adapter', 'merged', 'merged_4bit', 'merged_mxfp4', 'gguf'"),
     (["empty"], 2, "Missing option '--out'"), (["empty", "--out", "o", "--dtype", "float32"], 2, "is not one of"),
     (["empty", "--out", "o", "--public"], 2, "--public is about the repository of --push"),
     (["empty", "--out", "o", "--push", "name"], 1, "has the form OWNER/NAME"),
@@ -141,7 +141,7 @@ def test_a_base_with_only_pickled_weights_is_never_opened(copy: Path, tmp_path: 
     (("run", "merged", "out", {"base": "x"}), "settings is {'base': 'x'}; give ExportSettings"),
     (("run", "merged", "out", ExportSettings(load_in_4bit="yes")), "load_in_4bit is 'yes'; allowed are True, False"),
     (("run", "merged", "out", ExportSettings(device="gpu")), "device is 'gpu'; allowed are cpu, cuda"),
-    (("run", "pdf", "out"), "format is 'pdf'; allowed are adapter, merged, merged_4bit, gguf"),
+    (("run", "pdf", "out"), "format is 'pdf'; allowed are adapter, merged, merged_4bit, merged_mxfp4, gguf"),
 ])
 def test_arguments_of_another_kind_are_refused_by_name(arguments: tuple[Any, ...], says: str) -> None:
     with pytest.raises(ExportError, match=says):

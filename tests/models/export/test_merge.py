@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_grpo.memory.model_shape import named_config
 from lowmem_grpo.models.export import merge
-from lowmem_grpo.models.export.base_weights import Weight, live_weights, stored_weights, tensor_files
+from lowmem_grpo.models.export.base_weights import Weight, live_weights
 from lowmem_grpo.models.export.formats import export
 from lowmem_grpo.models.export.merge import (
     LoraPair,
@@ -28,6 +28,7 @@ from lowmem_grpo.models.export.merge import (
     tiles,
     write_merged,
 )
+from lowmem_grpo.models.export.stored_weights import stored_weights, tensor_files
 from lowmem_grpo.runs.saved_adapter import AdapterError
 from lowmem_grpo.utils import GIB
 

@@ -153,8 +153,8 @@ def test_a_model_without_an_adapter_is_saved_in_16_bit(tmp_path: Path, unequal: 
 def test_a_save_method_or_dtype_that_there_is_not_is_refused(saved: tuple[FastPeftModel, Path], tmp_path: Path) -> None:
     model, _ = saved
     for method, advice in (("merged_4bit", "merged_4bit_forced"), ("4bit", "load_in_4bit=True"),
-                           ("mxfp4", "quantize that"), ("gguf", "call save_pretrained_gguf")):
-        allowed = "'merged_16bit', 'merged_4bit_forced' and 'lora'"
+                           ("gguf", "call save_pretrained_gguf")):
+        allowed = "'merged_16bit', 'merged_4bit_forced', 'mxfp4' and 'lora'"
         with pytest.raises(UnsupportedError, match=f"{method}'; allowed are {allowed}: .*{advice}"):
             model.save_pretrained_merged(tmp_path / "other", save_method=method)
     with pytest.raises(ExportError, match="dtype is 'float32'; allowed are bfloat16, float16"):
