@@ -7,7 +7,7 @@ import torch
 from episodes import Talk
 from families import loaded
 from memory import failing
-from mixtures import LAYERS, K, mixture_folder
+from mixtures import LAYERS, SIZES, K, mixture_folder
 from torch import Tensor
 
 from lowmem_grpo.config.sampling import SamplingParams
@@ -24,8 +24,9 @@ PARAMS = SamplingParams(n=3, max_tokens=20, seed=1, stop_token_ids=list(range(40
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
-    model, tokenizer = loaded(mixture_folder(tmp_path_factory.mktemp("mixture")))
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
+    kind = getattr(request, "param", "qwen3_moe")
+    model, tokenizer = loaded(mixture_folder(tmp_path_factory.mktemp("mixture"), kind))
     return TransformersEngine(Policy(model.double()), tokenizer, 256)
 
 
@@ -56,6 +57,7 @@ def groups_of(engine: TransformersEngine) -> list[RolloutGroup]:
     return [RolloutGroup({}, *pair) for pair in zip(PROMPTS, found, strict=True)]
 
 
+@pytest.mark.parametrize("engine", SIZES, indirect=True)
 def test_every_token_that_ran_has_its_routes_and_a_prompt_is_held_once(engine: TransformersEngine) -> None:
     groups = groups_of(engine)
     assert len({len(one.completion_ids) for group in groups for one in group.rollouts}) > 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mixtures import LAYERS, K, by_rollout, groups_with_routes, mixture_folder, policy_and_twin, replayed_alone
+from mixtures import LAYERS, SIZES, K, by_rollout, groups_with_routes, mixture_folder, policy_and_twin, replayed_alone
 from packed_problem import gradients
 from torch import Tensor
 
@@ -59,8 +59,11 @@ def test_with_routes_no_logprob_and_no_gradient_depends_on_how_tokens_are_packed
         assert_near(learned(policy.model, groups, lambda held=batches: by_rollout(policy, held)), alone, near)
 
 
-def test_replayed_logprobs_and_gradients_are_those_of_transformers_on_the_same_routes(folder: Path) -> None:
-    (policy, twin), groups = policy_and_twin(folder, torch.float32), groups_with_routes()
+@pytest.mark.parametrize("kind", SIZES)
+def test_replayed_logprobs_and_gradients_are_those_of_transformers_on_the_same_routes(
+    kind: str, tmp_path: Path
+) -> None:
+    (policy, twin), groups = policy_and_twin(mixture_folder(tmp_path, kind), torch.float32), groups_with_routes()
     ours = learned(policy.model, groups, lambda: by_rollout(policy, pack(groups)))
     theirs = learned(twin, groups, lambda: {
         id(one): replayed_alone(twin, group.prompt_ids, one) for group in groups for one in group.rollouts})

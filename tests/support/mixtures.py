@@ -19,13 +19,17 @@ from lowmem_grpo.models.routes import Routes
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 
 EXPERTS, K, LAYERS = 16, 4, 3
-SIZES: dict[str, Any] = {"num_experts": EXPERTS, "num_experts_per_tok": K, "num_hidden_layers": LAYERS,
-                         "moe_intermediate_size": 32}
+BOTH: dict[str, Any] = {"num_experts_per_tok": K, "num_hidden_layers": LAYERS}
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**BOTH, "num_experts": EXPERTS, "moe_intermediate_size": 32},
+    "gpt_oss": {**BOTH, "num_local_experts": EXPERTS, "intermediate_size": 32,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
 
 
-def mixture_folder(folder: Path, **changes: Any) -> Path:
-    """Where a small random Qwen3-MoE lies."""
-    return saved_family("qwen3_moe", folder, **(SIZES | changes))
+def mixture_folder(folder: Path, kind: str = "qwen3_moe", **changes: Any) -> Path:
+    """Where a small random mixture of experts lies."""
+    return saved_family(kind, folder, **(SIZES[kind] | changes))
 
 
 def policy_and_twin(folder: Path, dtype: torch.dtype, checkpointing: bool | str = False) -> tuple[Policy, Any]:
@@ -79,7 +83,7 @@ def routed(twin: nn.Module, recorded: Tensor) -> Iterator[None]:
 
         return hook
 
-    routers = [module for module in twin.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"]
+    routers = [module for module in twin.modules() if type(module).__name__.endswith("TopKRouter")]
     assert len(routers) == recorded.shape[1]
     with ExitStack() as hooks:
         for layer, router in enumerate(routers):
