@@ -129,12 +129,23 @@ class ExampleEncoder(PromptEncoder):
             prompt = row["prompt"]
         whole = self.render_whole([*prompt, answer], row)
         if not whole.startswith(rendered):
+            if last["role"] != "assistant" and (text := self.rendered_alone(answer, whole, row)):
+                return text
             at = len(shared_start(whole, rendered))
             raise DataError("the chat template renders a prompt differently once its answer follows: "
                             f"{rendered[at : at + SHOWN]!r} without it, {whole[at : at + SHOWN]!r} with it. The model "
                             "would be trained on other text than it samples from: change tokenizer.chat_template or "
                             "chat_template_kwargs, or make prompt and completion plain strings")
         return whole[len(rendered) :]
+
+    def rendered_alone(self, answer: dict[str, Any], whole: str, row: dict[str, Any]) -> str:
+        """Return the text of an answer that ends `whole` as it ends another conversation, if there it continues its
+        prompt; else "". Then the template changed only what is before it: gpt-oss's drops the thoughts of calls there.
+        """
+        asked = [{"role": "user", "content": "Question"}]
+        before, after = self.render(asked, self.options(row)), self.render_whole([*asked, answer], row)
+        text = after[len(before) :] if after.startswith(before) else ""
+        return text if whole.endswith(text) else ""
 
     def ended(self, text: str) -> list[int] | None:
         """Return the text's ids up to its end token, appended if missing; None if more text follows the end token."""

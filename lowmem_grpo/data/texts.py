@@ -106,11 +106,19 @@ class ConversationEncoder(ExampleEncoder):
                 try:
                     examples.append(self.example_of(row | {"messages": begun}, self.render_whole(begun, row), [place]))
                 except UntoldError:
-                    raise error from None
+                    examples.append(self.behind_prompt(row, begun, error))
         self.say_once("the chat template rewrites earlier answers of a conversation (it leaves out their thoughts, say)"
                       ": of such rows each answer is trained by itself, as the last one of its conversation")
         parts = [example for example in examples if isinstance(example, Example)]
         return Examples(row, [], "", parts=parts) if parts else str(examples[0])
+
+    def behind_prompt(self, row: dict[str, Any], begun: list[Any], error: Exception) -> Example | Examples | str:
+        """Return the example of the last message behind the prompt that a sampler would have; otherwise raise `error`.
+        """
+        try:
+            return ExampleEncoder.encode(self, row | {"prompt": begun[:-1], "completion": begun[-1:]})
+        except DataError:
+            raise error from None
 
     def span(self, row: dict[str, Any], place: int, text: str) -> tuple[int, int]:
         """Return (first, end) of an answer's characters, without its end token; UntoldError if it cannot be located."""
@@ -149,11 +157,12 @@ class ConversationEncoder(ExampleEncoder):
         messages = list(row["messages"])
         head = self.render(messages, self.options(row))[len(text) :].partition(THINK)[0]
         said, messages[place] = messages[place], {**messages[place], "content": WORD}
+        if THOUGHT in (said.get("content") or "") or any(said.get(field) for field in THOUGHTS):
+            raise UntoldError(place)
         told, word, rest = self.render_whole(messages, row).partition(WORD)
         first = told.rfind(head) + len(head)
-        thought = THOUGHT in (said.get("content") or "") or any(said.get(field) for field in THOUGHTS)
         between = told[first:].replace(THINK, "").replace(THOUGHT, "").strip()  # empty for an empty thinking block
-        if thought or between or not (word and head and head in told and text[:first] == told[:first]):
+        if between or not (word and head and head in told and text[:first] == told[:first]):
             raise UntoldError(place)
         return first, self.end_of_text(text, first) if said.get("tool_calls") else len(text.removesuffix(rest))
 

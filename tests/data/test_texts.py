@@ -13,7 +13,7 @@ from template_tokenizers import FAMILY_CHATS, FOLDER, NAMES, TALK, tokenizer_of
 
 from lowmem_grpo.data.examples import Example, ExampleEncoder, Examples, each_of
 from lowmem_grpo.data.prompts import DataError
-from lowmem_grpo.data.texts import ConversationEncoder, TextEncoder
+from lowmem_grpo.data.texts import AnswerEncoder, ConversationEncoder, TextEncoder
 from lowmem_grpo.memory.families import FAMILIES
 from lowmem_grpo.trainer.responses import ResponsesOnly, parts_of
 from lowmem_grpo.trainer.sft import as_groups
@@ -147,6 +147,37 @@ def test_what_is_trained_is_what_trls_training_template_marks(template: str) -> 
         ours = [text for part in each_of(found) for text in trained(tokenizer, part)]
         assert [ANSWER.sub("", text).strip() for text in ours] == [
             ANSWER.sub("", tokenizer.decode(ids)).strip().removesuffix("\n<|end|>") for ids in theirs], talk
+
+
+THOUGHTS = [{"role": "user", "content": "5?"}, CALLS | {"content": "", "thinking": "look"},
+            {"role": "tool", "content": "sun"}, {"role": "assistant", "content": "Sun.", "thinking": "so"},
+            {"role": "user", "content": "6?"}, {"role": "assistant", "content": "Six.", "thinking": "easy"}]
+OF_GPT_OSS = {1: "<|channel|>analysis<|message|>look<|end|><|start|>assistant to=functions.weather<|channel|>"
+                 'commentary json<|message|>{"city": "Rome"}<|call|>',
+              3: "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>Sun.<|return|>",
+              5: "<|channel|>analysis<|message|>easy<|end|><|start|>assistant<|channel|>final<|message|>Six.<|return|>"}
+
+
+@every_row("size", [2, 4, 6])
+def test_each_answer_of_gpt_oss_is_trained_with_its_thought_behind_the_prompt_it_is_sampled_from(size: int) -> None:
+    """The template leaves out the thoughts of earlier answers, and those of calls once an answer follows. TRL's marks
+    begin with <|start|>assistant, which the prompt has already; of the last answer they hold the same otherwise."""
+    tokenizer = tokenizer_of("gptoss")
+    ends, talk = ["<|return|>", "<|call|>"], THOUGHTS[:size]
+    places = [place for place in (1, 3, 5) if place < size]
+    found = each_of(encoder_of(tokenizer, ends).encode({"messages": talk}))
+    assert [trained(tokenizer, part) for part in found] == [[OF_GPT_OSS[place]] for place in places]
+    for part, place in zip(found, places, strict=True):
+        assert tokenizer.decode(part.ids) == tokenizer.apply_chat_template(
+            talk[:place], tokenize=False, add_generation_prompt=True)
+    training = (FOLDER / "gptoss_training.jinja").read_text("utf-8")
+    wanted = tokenizer.apply_chat_template(talk, chat_template=training, return_dict=True,
+                                           return_assistant_tokens_mask=True)
+    theirs = tokenizer.decode([token for token, mask in zip(wanted["input_ids"], wanted["assistant_masks"], strict=True)
+                               if mask])
+    assert theirs.endswith("<|start|>assistant" + OF_GPT_OSS[places[-1]])
+    last = encoder_of(tokenizer, ends, AnswerEncoder).encode({"messages": talk})
+    assert trained(tokenizer, last) == [OF_GPT_OSS[places[-1]]]
 
 
 def test_calls_with_objects_as_arguments_reach_a_template_that_wants_text() -> None:

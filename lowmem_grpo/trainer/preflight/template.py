@@ -172,7 +172,8 @@ def no_end(subject: Subject) -> Iterator[Finding]:
 
 
 def other_end(subject: Subject) -> Iterator[Finding]:
-    """Find a chat template that ends answers with a token at which sampling does not stop."""
+    """Find a chat template that ends answers, or calls of tools, with a token at which sampling does not stop."""
+    yield from other_end_of_calls(subject)
     for looked in subject.chats[:1] if subject.end_ids else ():
         tail = (answered(subject, looked.row["prompt"]) or "").rpartition(ANSWER)[2]
         ids = subject.tokenizer(tail, add_special_tokens=False).input_ids if tail.strip() else []
@@ -182,6 +183,21 @@ def other_end(subject: Subject) -> Iterator[Finding]:
                       f"{names_of_ends(subject)} ends a completion, so answers may run on to their maximum length",
                       "set tokenizer.eos_token to the template's end token"
                       f"{f', or {STOP}' if subject.does_sampling else ''}")
+
+
+def other_end_of_calls(subject: Subject) -> Iterator[Finding]:
+    try:
+        renderer, _ = try_turns(subject)
+        tools = subject.turns.tools if subject.turns and isinstance(renderer, Renderer) else ()
+        ends = renderer.seam(OF_TOOLS[0].replies).ends if tools else frozenset()
+    except RendererError:
+        return  # `not_rendered` reports it
+    if ends and subject.end_ids and not ends & subject.end_ids:
+        name = subject.tokenizer.decode([min(ends)])
+        yield Finding("warning", "", f"the chat template ends a tool call with {name!r}, but only "
+                      f"{names_of_ends(subject)} ends a completion, so a turn goes on after its call",
+                      f"add {min(ends)} to model.generation_config.eos_token_id, or set vllm_sampling_params="
+                      f"SamplingParams(stop_token_ids=[{min(ends)}])")
 
 
 def names_of_ends(subject: Subject) -> str:

@@ -44,6 +44,9 @@ LIKE_QWEN3 = NO_HEADER.replace("\n{{", "\n{% if m['role'] == 'assistant' %}(thou
 NO_RESULTS = NO_HEADER.replace("messages %}", "messages if m['role'] != 'tool' %}") + HEADER
 NO_OLD_THOUGHTS = NO_HEADER.replace("m['content'] }}", "m['content'] if loop.last else "
                                     "m['content'].split('</think>')[-1].strip() }}") + HEADER
+CALLS_ENDED = ("{{ tools | tojson if tools }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' "
+               "}}{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}<|endoftext|>{% else %}<|im_end|>\n"
+               "{% endif %}{% endfor %}" + HEADER)
 USERS_ALONE = NO_HEADER.replace("messages %}", "messages if m['role'] != 'system' %}") + HEADER
 
 
@@ -243,6 +246,10 @@ SIMPLE: list[tuple[Any, ...]] = [  # what is wrong, check, severity, what is sai
     ("another end", "another end token", "warning",
      r"an answer with '<\|im_end\|>', but only '<\|endoftext\|>' ends a completion",
      lambda make: with_ends(make(), "<|endoftext|>")),
+    ("another end of calls", "another end token", "warning",
+     r"^the chat template ends a tool call with '<\|endoftext\|>', but only '<\|im_end\|>' ends a completion, so a "
+     r"turn goes on after its call\. What to do: add \d+ to model\.generation_config",
+     lambda make: of_turns(with_ends(make(), "<|im_end|>"), tools=True), CALLS_ENDED),
     ("end beyond", "unknown tokens", "error", r"^the end token 9999 is beyond the model's vocabulary of 384",
      lambda make: with_ends(make(TEXTS), None, 9999)),
     ("one end beyond", "unknown tokens", "warning", r"^the end token 9999 is beyond",
