@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from lowmem_grpo.loader import FastLanguageModel, FastModel, FastVisionModel
     from lowmem_grpo.models.card_check import is_bfloat16_supported
     from lowmem_grpo.models.new_tokens import add_new_tokens
+    from lowmem_grpo.rewards.ready.written_functions import (
+        check_python_modules,
+        create_locked_down_function,
+        execute_with_time_limit,
+    )
     from lowmem_grpo.rollout.rollout_func import generate_rollout_completions
     from lowmem_grpo.trainer.distillation import DistillationTrainer, SDFTTrainer, SDPOTrainer
     from lowmem_grpo.trainer.grpo import GRPOTrainer, RLOOTrainer
@@ -22,9 +27,9 @@ __version__ = "0.1.0"
 __all__ = [
     "DistillationConfig", "DistillationTrainer", "FastLanguageModel", "FastModel", "FastVisionModel", "GRPOConfig",
     "GRPOTrainer", "PatchFastRL", "RLOOConfig", "RLOOTrainer", "SDFTConfig", "SDFTTrainer", "SDPOConfig",
-    "SDPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams", "add_new_tokens", "generate_rollout_completions",
-    "get_chat_template", "is_bfloat16_supported", "standardize_data_formats", "standardize_sharegpt", "unsloth_train",
-    "vLLMSamplingParams",
+    "SDPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams", "add_new_tokens", "check_python_modules",
+    "create_locked_down_function", "execute_with_time_limit", "generate_rollout_completions", "get_chat_template",
+    "is_bfloat16_supported", "standardize_data_formats", "standardize_sharegpt", "unsloth_train", "vLLMSamplingParams",
 ]
 
 HOMES = {
@@ -38,6 +43,8 @@ HOMES = {
     **dict.fromkeys(("DistillationTrainer", "SDFTTrainer", "SDPOTrainer"), "trainer.distillation"),
     "is_bfloat16_supported": "models.card_check", "add_new_tokens": "models.new_tokens",
     "generate_rollout_completions": "rollout.rollout_func",
+    **dict.fromkeys(("check_python_modules", "create_locked_down_function", "execute_with_time_limit"),
+                    "rewards.ready.written_functions"),
 }
 
 

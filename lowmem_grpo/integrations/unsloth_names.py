@@ -44,9 +44,10 @@ REFUSED = {name: advice for names, advice in {
     "launch_openenv is_port_open":
         "No server of OpenEnv is started here: start it yourself, and give its client to "
         "lowmem_grpo.environments.openenv.OpenEnv as environment_factory (docs/environments.md).",
-    "create_locked_down_function check_python_modules execute_with_time_limit":
-        "Code that a model wrote is not run in the trainer's own process, where it could reach everything: use "
-        "rewards.code_passes_tests, which runs it in a sandbox with limits of time and memory.",
+    "Benchmarker check_signal_escape_patterns":
+        "Code that a model wrote is not run in the trainer's own process, where it could reach everything: call "
+        "lowmem_grpo.create_locked_down_function(code), whose calls run in a sandbox, or use "
+        "rewards.code_passes_tests.",
     "to_sharegpt apply_chat_template":
         "Make the rows yourself: dataset.map(lambda row: {'messages': [{'role': 'user', 'content': ...}, {'role': "
         "'assistant', 'content': ...}]}); SFTTrainer applies the tokenizer's chat template to `messages`.",

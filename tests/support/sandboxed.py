@@ -17,12 +17,16 @@ RIGHT = "def add(a, b):\n    return a + b\n"
 ASSERT, CALL = "assert add(2, 3) == 5", {"call": "add", "args": [2, 3], "expected": 5}
 
 
-def working_verifier(**options: Any) -> CodeVerifier:
-    """A verifier in the first isolation that works here; the test is skipped if none does."""
+def working_isolation() -> str:
+    """The first isolation that works here; the test is skipped if none does."""
     working = [name for name in ISOLATIONS if why_not(name) is None]
     if not working:
         pytest.skip("; ".join(f"{name}: {why_not(name)}" for name in ISOLATIONS))
-    return code_passes_tests(isolation=working[0], **options)
+    return working[0]
+
+
+def working_verifier(**options: Any) -> CodeVerifier:
+    return code_passes_tests(isolation=working_isolation(), **options)
 
 
 def descendants() -> list[str]:

@@ -28,7 +28,7 @@ FORMS: dict[str, tuple[Any, Function, Function]] = {  # by name: the class, its 
     "complex": (complex, lambda value: [value.real, value.imag], lambda pair: complex(*pair)),
     "deque": (deque, lambda items: [list(items), items.maxlen], lambda parts: deque(*parts)),
     "range": (range, lambda steps: [steps.start, steps.stop, steps.step], lambda ends: range(*ends)),
-    "Fraction": (Fraction, str, Fraction), "Decimal": (Decimal, str, Decimal),
+    "Fraction": (Fraction, str, lambda text: Fraction(*map(int, text.split("/")))), "Decimal": (Decimal, str, Decimal),
     "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),  # which is a date too
     "date": (date, date.isoformat, date.fromisoformat), "time": (time, time.isoformat, time.fromisoformat),
     "timedelta": (timedelta, lambda span: [span.days, span.seconds, span.microseconds], lambda of: timedelta(*of)),

@@ -26,8 +26,9 @@ def test_values_are_compared_by_type_and_content(expected: Any, got: Any, equal:
         assert type(again) is type(value) and (again == value or again != again)
 
 
-@every_row("tree", [{"dict": 1}, {"what": []}, {"set": [[]]}, {"a": 1, "b": 2}, {"int": "x"}, {}])
+@every_row("tree", [{"dict": 1}, {"what": []}, {"set": [[]]}, {"a": 1, "b": 2}, {"int": "x"}, {}, {"Fraction": "1e5"}])
 def test_what_is_no_encoded_data_is_refused(tree: Any) -> None:
+    """An exponent would be written out: 1e999999999 takes all the memory of the process that reads it."""
     with pytest.raises((ValueError, TypeError)):
         decode(tree)
 
