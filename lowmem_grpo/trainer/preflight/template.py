@@ -188,8 +188,9 @@ def other_end(subject: Subject) -> Iterator[Finding]:
 def other_end_of_calls(subject: Subject) -> Iterator[Finding]:
     try:
         renderer, _ = try_turns(subject)
-        tools = subject.turns.tools if subject.turns and isinstance(renderer, Renderer) else ()
-        ends = renderer.seam(OF_TOOLS[0].replies).ends if tools else frozenset()
+        if not isinstance(renderer, Renderer) or not renderer.template.tools:
+            return
+        ends = renderer.seam(OF_TOOLS[0].replies).ends
     except RendererError:
         return  # `not_rendered` reports it
     if ends and subject.end_ids and not ends & subject.end_ids:
