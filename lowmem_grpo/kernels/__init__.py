@@ -1,5 +1,6 @@
 """Kernels for any training loop: they need only torch, and Triton on a CUDA card."""
 
+from lowmem_grpo.kernels.clamped_swiglu import ClampedSwiGLU
 from lowmem_grpo.kernels.fp8 import FP8Weight, fp8_dequantize, fp8_dequantize_ref, fp8_quantize
 from lowmem_grpo.kernels.frozen import FrozenStack, frozen_linear
 from lowmem_grpo.kernels.glu import geglu, geglu_ref, swiglu, swiglu_ref
@@ -21,8 +22,8 @@ from lowmem_grpo.kernels.rope import rope, rope_ref
 from lowmem_grpo.kernels.routed_experts import routed_experts, routed_experts_ref
 
 __all__ = [
-    "Divergence", "FP8Weight", "FrozenStack", "LoRA", "MXFP4Weight", "NF4Weight", "NVFP4Weight", "fp8_dequantize",
-    "fp8_dequantize_ref", "fp8_quantize", "frozen_linear", "geglu", "geglu_ref", "linear_divergence",
+    "ClampedSwiGLU", "Divergence", "FP8Weight", "FrozenStack", "LoRA", "MXFP4Weight", "NF4Weight", "NVFP4Weight",
+    "fp8_dequantize", "fp8_dequantize_ref", "fp8_quantize", "frozen_linear", "geglu", "geglu_ref", "linear_divergence",
     "linear_divergence_ref", "linear_logprobs", "linear_logprobs_ref", "linear_topk", "lora_linear", "lora_linear_ref",
     "lora_mlp", "lora_mlp_ref", "mxfp4_dequantize", "mxfp4_dequantize_ref", "mxfp4_quantize", "nf4_dequantize",
     "nf4_dequantize_ref", "nf4_linear", "nf4_linear_ref", "rms_norm", "rms_norm_ref", "rope", "rope_ref",

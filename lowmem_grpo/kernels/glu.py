@@ -3,7 +3,7 @@
     swiglu           act(g) = g * sigmoid(g)                                                 LlamaMLP, Qwen3MLP, Phi3MLP
     geglu            act(g) = g * (1 + tanh u) / 2,  u = sqrt(2 / pi) (g + 0.044715 g^3)     Gemma3MLP
     geglu, "none"    act(g) = g * (1 + erf(g / sqrt 2)) / 2
-    ClampedSwiGLU    h = (clamp(up, -limit, limit) + 1) * c * sigmoid(alpha c),  c = min(g, limit)    GptOssExperts
+    ClampedSwiGLU    clamped_swiglu.py                                                       GptOssExperts
     backward         grad_gate = grad * up * act'(gate);  grad_up = grad * act(gate)
 
 gate, up and h are (N, F) here, (..., F) for callers (Shazeer, arXiv 2002.05202). As in transformers the activation is
@@ -11,65 +11,18 @@ rounded to the dtype before the product. Only gate and up are kept; backward com
 `ClampedSwiGLU` reads gate and up from alternating columns, and has no autograd function: `routed_experts` calls it.
 """
 
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.clamped_swiglu import CLAMPED, ClampedSwiGLU
 from lowmem_grpo.kernels.custom_op import check_tensors, custom_op, once_differentiable
 from lowmem_grpo.kernels.triton_utils import Launch, Variant, tl, triton, types_of
 
 APPROXIMATE = {"silu": "", "gelu_tanh": "tanh", "gelu": "none"}  # by activation: torch's name of its approximation
-CLAMPED = "clamped"  # what operations and kernels call a ClampedSwiGLU
-
-
-@dataclass(frozen=True)
-class ClampedSwiGLU:
-    """The activation of gpt-oss's experts, of which gate has the even columns and up the odd ones. Beyond the limits
-    gate and up get no gradient. ValueError if the limit is not positive."""
-
-    alpha: float = 1.702
-    limit: float = 7.0
-
-    def __post_init__(self) -> None:
-        if not self.limit > 0:
-            raise ValueError(f"limit is {self.limit!r}; it must be positive")
-
-
 Activation = str | ClampedSwiGLU
-
-
-def named(activation: Activation) -> tuple[str, float, float]:
-    """Return name, alpha and limit, as operations take them."""
-    if isinstance(activation, ClampedSwiGLU):
-        return CLAMPED, float(activation.alpha), float(activation.limit)
-    return activation, 0.0, 0.0
-
-
-def activation_named(name: str, alpha: float, limit: float) -> Activation:
-    """Return the activation: the inverse of `named`."""
-    return ClampedSwiGLU(alpha, limit) if name == CLAMPED else name
-
-
-def step_of(activation: Activation) -> int:
-    """Return how far apart the columns of gate, and those of up, lie in memory."""
-    return 2 if isinstance(activation, ClampedSwiGLU) else 1
-
-
-def gate_and_up(both: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Return gate and up (..., F), views of both (..., 2 F)."""
-    return (both[..., ::2], both[..., 1::2]) if isinstance(activation, ClampedSwiGLU) else halves(both)
-
-
-def gated_ref(both: Tensor, activation: Activation) -> Tensor:
-    """Compute h (..., F) from gate and up in one tensor (..., 2 F) in plain torch."""
-    gate, up = gate_and_up(both, activation)
-    if not isinstance(activation, ClampedSwiGLU):
-        return activate_ref(gate, activation) * up
-    gate = gate.clamp(max=activation.limit)
-    return gate * torch.sigmoid(activation.alpha * gate) * (up.clamp(-activation.limit, activation.limit) + 1)
 
 
 def swiglu_ref(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -91,7 +44,9 @@ def activate_ref(gate: Tensor, activation: str) -> Tensor:
 
 
 def gradients_ref(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (grad_gate, grad_up, act(gate) * up); grad_gate is rounded once."""
+    """Return (grad_gate, grad_up, h); grad_gate is rounded once."""
+    if activation not in APPROXIMATE:
+        return ClampedSwiGLU.from_text(activation).gradients(grad, gate, up)
     activated = activate_ref(gate, activation)
     wide = torch.promote_types(gate.dtype, torch.float32)
     grad_activated = grad.to(wide) * up.to(wide)
@@ -100,24 +55,6 @@ def gradients_ref(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tu
     else:
         grad_gate = torch.ops.aten.gelu_backward(grad_activated, gate.to(wide), approximate=APPROXIMATE[activation])
     return grad_gate.to(gate.dtype), grad * activated, activated * up
-
-
-def clamped_ref(gate: Tensor, up: Tensor, alpha: float, limit: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return act(gate), act'(gate) and the clamped up plus one, in float32 or float64; act(gate) is rounded."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    gate, kind = gate.to(wide).clamp(max=limit), gate.dtype
-    share = torch.sigmoid(alpha * gate)
-    activated = (gate * share).to(kind).to(wide)
-    return activated, share * (1 + alpha * gate * (1 - share)), up.to(wide).clamp(-limit, limit) + 1
-
-
-def clamped_gradients_ref(
-    grad: Tensor, gate: Tensor, up: Tensor, alpha: float, limit: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (grad_gate, grad_up, h) of a ClampedSwiGLU, in float32 or float64."""
-    activated, slope, factor = clamped_ref(gate, up, alpha, limit)
-    grad_up = (grad * activated).where(up.abs() <= limit, 0)
-    return (grad * factor * slope).where(gate <= limit, 0), grad_up, activated * factor
 
 
 def launch_rule(columns: int) -> Launch:
@@ -203,21 +140,24 @@ def glu_bwd_kernel(
 
 
 def launch_bwd(
-    grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, compiled: dict[str, Any],
-    product: bool,
+    grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, activation: str, product: bool
 ) -> None:
     """Write grad_gate and grad_up, possibly over gate and up. With `product`, write act(gate) * up over `grad`."""
     rows, columns = gate.shape
     launch = launch_rule(columns)
     glu_bwd_kernel[grid(rows, columns, launch)](
         grad, gate, up, grad_gate, grad_up, grad, rows, columns, grad.stride(0), gate.stride(0), up.stride(0),
-        grad_gate.stride(0), grad_up.stride(0), HAS_PRODUCT=product, **compiled, **launch.options,
+        grad_gate.stride(0), grad_up.stride(0), HAS_PRODUCT=product, **compiled_for(activation),
+        **launch.options,
     )
 
 
-def compiled_for(activation: str, alpha: float = 0.0, limit: float = 0.0) -> dict[str, Any]:
-    """Return the compile-time values of an activation; those of a ClampedSwiGLU stand in every second column."""
-    return {"ACTIVATION": activation, "ALPHA": alpha, "LIMIT": limit, "STEP": 1 + (activation == CLAMPED)}
+def compiled_for(activation: str) -> dict[str, Any]:
+    """Return an activation's compile-time values; STEP is how far apart the columns of gate, and of up, lie."""
+    if activation in APPROXIMATE:
+        return {"ACTIVATION": activation, "ALPHA": 0.0, "LIMIT": 0.0, "STEP": 1}
+    clamp = ClampedSwiGLU.from_text(activation)
+    return {"ACTIVATION": CLAMPED, "ALPHA": clamp.alpha, "LIMIT": clamp.limit, "STEP": 2}
 
 
 def grid(rows: int, columns: int, launch: Launch) -> tuple[int]:
@@ -229,9 +169,9 @@ def new_gradients(gate: Tensor, fused: bool) -> list[Tensor]:
     return [gate.new_empty(len(gate), 2 * gate.shape[1])] if fused else [gate.new_empty(gate.shape) for _ in range(2)]
 
 
-def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Return h (N, F)."""
-    (rows, columns), compiled = gate.shape, compiled_for(activation, alpha, limit)
+    (rows, columns), compiled = gate.shape, compiled_for(activation)
     gate, up = (rows_of(part, compiled["STEP"]) for part in (gate, up))
     out = gate.new_empty(gate.shape)
     launch = launch_rule(columns)
@@ -244,20 +184,18 @@ def glu_fwd_triton(gate: Tensor, up: Tensor, activation: str, alpha: float = 0.0
 
 def glu_bwd_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: bool) -> list[Tensor]:
     gradients = new_gradients(gate, fused)
-    launch_bwd(rows_of(grad), rows_of(gate), rows_of(up), *halves(*gradients), compiled_for(activation), product=False)
+    launch_bwd(rows_of(grad), rows_of(gate), rows_of(up), *halves(*gradients), activation, product=False)
     return gradients
 
 
-def glu_bwd_all_triton(
-    grad: Tensor, gate: Tensor, up: Tensor, activation: str, alpha: float = 0.0, limit: float = 0.0
-) -> None:
-    launch_bwd(grad, gate, up, gate, up, compiled_for(activation, alpha, limit), product=True)
+def glu_bwd_all_triton(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    launch_bwd(grad, gate, up, gate, up, activation, product=True)
 
 
-def glu_fwd_cpu(gate: Tensor, up: Tensor, activation: str, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+def glu_fwd_cpu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Return h (N, F)."""
-    if activation == CLAMPED:
-        activated, _, factor = clamped_ref(gate, up, alpha, limit)
+    if activation not in APPROXIMATE:
+        activated, _, factor = ClampedSwiGLU.from_text(activation).parts(gate, up)
         return activated.mul_(factor).to(gate.dtype)
     return activate_ref(gate, activation).mul_(up).contiguous()  # in one buffer
 
@@ -269,16 +207,12 @@ def glu_bwd_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str, fused: 
     return gradients
 
 
-def glu_bwd_all_cpu(
-    grad: Tensor, gate: Tensor, up: Tensor, activation: str, alpha: float = 0.0, limit: float = 0.0
-) -> None:
-    found = (clamped_gradients_ref(grad, gate, up, alpha, limit) if activation == CLAMPED
-             else gradients_ref(grad, gate, up, activation))
-    for target, values in zip((gate, up, grad), found, strict=True):
+def glu_bwd_all_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    for target, values in zip((gate, up, grad), gradients_ref(grad, gate, up, activation), strict=True):
         target.copy_(values)
 
 
-glu_fwd = custom_op("glu_fwd", glu_fwd_cpu, glu_fwd_triton, fake=lambda gate, *_: gate.new_empty(gate.shape))
+glu_fwd = custom_op("glu_fwd", glu_fwd_cpu, glu_fwd_triton, fake=lambda gate, up, _: gate.new_empty(gate.shape))
 glu_bwd = custom_op(
     "glu_bwd", glu_bwd_cpu, glu_bwd_triton, fake=lambda _grad, gate, _up, _name, fused: new_gradients(gate, fused)
 )
@@ -324,8 +258,8 @@ def glu_forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     check_arguments(gate, up, activation)
     if not gate.numel():
         return gate.new_empty(gate.shape)
-    step = step_of(activation)
-    return glu_fwd(rows_of(gate, step), rows_of(up, step), *named(activation)).view(gate.shape)
+    step, text = (1, activation) if isinstance(activation, str) else (2, activation.text)
+    return glu_fwd(rows_of(gate, step), rows_of(up, step), text).view(gate.shape)
 
 
 def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> None:
@@ -334,9 +268,9 @@ def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation)
     check_arguments(gate, up, activation)
     check_arguments(gate, grad, activation)
     if gate.numel():
-        step = step_of(activation)
+        step, text = (1, activation) if isinstance(activation, str) else (2, activation.text)
         rows = (rows_in_place(*one) for one in (("grad", grad, 1), ("gate", gate, step), ("up", up, step)))
-        glu_bwd_all(*rows, *named(activation))
+        glu_bwd_all(*rows, text)
 
 
 def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -350,9 +284,7 @@ def halves(gate: Tensor, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
 def rows_of(values: Tensor, step: int = 1) -> Tensor:
     """Return (..., F) as (N, F) with columns `step` apart: a view if the strides allow, else a copy."""
     rows = values.reshape(-1, values.shape[-1])
-    if rows.stride(1) == step:
-        return rows
-    return rows.contiguous() if step == 1 else torch.stack((rows, rows), -1).flatten(1)[:, ::2]
+    return rows if rows.stride(1) == step else values.new_empty(len(rows), step * rows.shape[1])[:, ::step].copy_(rows)
 
 
 def rows_in_place(name: str, values: Tensor, step: int = 1) -> Tensor:
@@ -377,8 +309,7 @@ def gelu_name(approximate: str) -> str:
 
 def check_arguments(gate: Tensor, up: Tensor | None, activation: Activation) -> None:
     """Raise ValueError, with the expected and the given shapes and dtypes, for an argument that does not fit."""
-    if activation not in APPROXIMATE and not isinstance(activation, ClampedSwiGLU):
-        raise ValueError(f"activation is {activation!r}; it must be one of {list(APPROXIMATE)}")
+    check_activation(activation)
     check_tensors({"up": up}, gate=gate)
     if not gate.is_floating_point():
         raise ValueError(f"expected a floating dtype; got {gate.dtype}")
@@ -393,11 +324,17 @@ def check_arguments(gate: Tensor, up: Tensor | None, activation: Activation) -> 
                          f"{up.device}")
 
 
+def check_activation(activation: Activation) -> None:
+    if activation not in APPROXIMATE and not isinstance(activation, ClampedSwiGLU):
+        raise ValueError(f"activation is {activation!r}; it must be one of {list(APPROXIMATE)}, or a ClampedSwiGLU "
+                         "where gate and up lie in alternating columns")
+
+
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
     cases: list[Variant] = []
-    activations: list[Activation] = [*APPROXIMATE, ClampedSwiGLU()]
-    for activation, launch in product(activations, (launch_rule(64), launch_rule(256), launch_rule(1024))):
-        chosen = compiled_for(*named(activation))
+    launches = launch_rule(64), launch_rule(256), launch_rule(1024)
+    for activation, launch in product((*APPROXIMATE, ClampedSwiGLU().text), launches):
+        chosen = compiled_for(activation)
         name = f"{chosen['ACTIVATION']} {launch.constexprs['BLOCK_F']}"
         cases.append(Variant(f"glu_fwd {name}", glu_fwd_kernel, types_of(glu_fwd_kernel, dtype), launch, chosen))
         cases += [Variant(f"glu_bwd {name}{' product' * wanted}", glu_bwd_kernel, types_of(glu_bwd_kernel, dtype),

@@ -20,17 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_grpo.kernels.clamped_swiglu import ClampedSwiGLU
 from lowmem_grpo.kernels.custom_op import accumulator_dtype, check_tensors, custom_op, once_differentiable
-from lowmem_grpo.kernels.expert_matrices import Matrices, check_added, in_dtype_of
+from lowmem_grpo.kernels.expert_matrices import Matrices, OneByOne, check_added, in_dtype_of
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.glu import (
+    APPROXIMATE,
     Activation,
-    activation_named,
-    gate_and_up,
-    gated_ref,
+    activate_ref,
+    check_activation,
     glu_backward,
     glu_forward,
-    named,
+    halves,
 )
 from lowmem_grpo.kernels.grouped_products import Places
 from lowmem_grpo.kernels.lora import as_given, pairs_of, scales_of, tensors_of
@@ -67,6 +68,20 @@ def project_ref(x: Tensor, stack: FrozenStack, number: int, bias: Tensor | None,
     return y
 
 
+def gated_ref(both: Tensor, activation: Activation) -> Tensor:
+    """Compute h (..., I) from gate and up in one tensor (..., 2 I)."""
+    gate, up = gate_and_up(both, activation)
+    if not isinstance(activation, ClampedSwiGLU):
+        return activate_ref(gate, activation) * up
+    gate = gate.clamp(max=activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up.clamp(-activation.limit, activation.limit) + 1)
+
+
+def gate_and_up(both: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """Return gate and up (..., I), views of both (..., 2 I)."""
+    return (both[..., ::2], both[..., 1::2]) if isinstance(activation, ClampedSwiGLU) else halves(both)
+
+
 def routed_experts(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: FrozenStack, down: FrozenStack, *,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, activation: Activation = "silu",
@@ -79,6 +94,7 @@ def routed_experts(
 
     A LoRA holds the pairs of all experts as expert_matrices.py says, a (E r, in) and b (out, r E).
     """
+    check_activation(activation)
     matrices = Matrices(gate_up, gate_up_bias, gate_up_lora), Matrices(down, down_bias, down_lora)
     check_arguments(x, ids, weights, *matrices)
     loras = [gate_up_lora, down_lora]
@@ -155,26 +171,26 @@ class RoutedForward(torch.autograd.Function):
 
 def flat(matrices: Iterable[Matrices], activation: Activation = "silu") -> list[Any]:
     """Return the experts as operations take them."""
-    return [part for one in matrices for part in one.parts] + [*named(activation)]
+    text = activation if isinstance(activation, str) else activation.text
+    return [part for one in matrices for part in one.parts] + [text]
 
 
 def routed_forward(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up_kind: str, gate_up: list[Tensor], gate_up_sizes: list[int],
     gate_up_added: list[Tensor | None], gate_up_scale: float, down_kind: str, down: list[Tensor],
-    down_sizes: list[int], down_added: list[Tensor | None], down_scale: float, activation: str, alpha: float,
-    limit: float,
+    down_sizes: list[int], down_added: list[Tensor | None], down_scale: float, activation: str,
 ) -> Tensor:
     """Return y (T, D) in the dtype of x."""
     inner = Matrices.from_parts(x.dtype, gate_up_kind, gate_up, gate_up_sizes, gate_up_added, gate_up_scale)
     outer = Matrices.from_parts(x.dtype, down_kind, down, down_sizes, down_added, down_scale)
-    gating = activation_named(activation, alpha, limit)
+    gating = activation if activation in APPROXIMATE else ClampedSwiGLU.from_text(activation)
     if takes(x, ids, inner, outer):
         return grouped_forward(x, ids, weights, inner, outer, gating)
     y = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
-    inner_pairs, outer_pairs = inner.pairs(), outer.pairs()
-    for expert, tokens, places, first, second in by_expert(x, ids, inner.stack, outer.stack):
-        both = inner.project(x[tokens], first, inner_pairs, expert)
-        part = outer.project(glu_forward(*gate_and_up(both, gating), gating), second, outer_pairs, expert)
+    first, second = OneByOne(inner), OneByOne(outer)
+    for expert, tokens, places, *decoded in by_expert(x, ids, inner.stack, outer.stack):
+        both = first.project(x[tokens], decoded[0], expert)
+        part = second.project(glu_forward(*gate_and_up(both, gating), gating), decoded[1], expert)
         y.index_add_(0, tokens, part.to(y.dtype).mul_(weights.flatten()[places, None]))
     return y.to(x.dtype)
 
@@ -183,51 +199,49 @@ def routed_backward(
     grad: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up_kind: str, gate_up: list[Tensor],
     gate_up_sizes: list[int], gate_up_added: list[Tensor | None], gate_up_scale: float, down_kind: str,
     down: list[Tensor], down_sizes: list[int], down_added: list[Tensor | None], down_scale: float, activation: str,
-    alpha: float, limit: float,
 ) -> list[Tensor]:
     """Return dx (T, D) and dw (T, k), in the dtypes of x and weights, for the gradient `grad` of y (T, D); then dA and
     dB of gate_up's LoRA and of down's, where there is one, in float32 or float64."""
     inner = Matrices.from_parts(x.dtype, gate_up_kind, gate_up, gate_up_sizes, gate_up_added, gate_up_scale)
     outer = Matrices.from_parts(x.dtype, down_kind, down, down_sizes, down_added, down_scale)
-    gating = activation_named(activation, alpha, limit)
+    gating = activation if activation in APPROXIMATE else ClampedSwiGLU.from_text(activation)
     if takes(x, ids, inner, outer):
         return grouped_backward(grad, x, ids, weights, inner, outer, gating)
     grad_x = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     grad_weights = torch.zeros_like(weights, memory_format=torch.contiguous_format)
-    inner_pairs, outer_pairs = inner.pairs(trained=True), outer.pairs(trained=True)
-    for expert, tokens, places, first, second in by_expert(x, ids, inner.stack, outer.stack):
+    first, second = OneByOne(inner, trained=True), OneByOne(outer, trained=True)
+    for expert, tokens, places, *decoded in by_expert(x, ids, inner.stack, outer.stack):
         rows, dy, factor = x[tokens], grad[tokens], weights.flatten()[places, None]
-        both = inner.project(rows, first, inner_pairs, expert)
-        back, low = outer.back(dy, second, outer_pairs, expert)
+        both = first.project(rows, decoded[0], expert)
+        back, low = second.back(dy, decoded[1], expert)
         back = back.to(weights.dtype)
         product = (back * factor).to(x.dtype)
         glu_backward(product, *gate_and_up(both, gating), gating)  # both: its gradient now; product: down's input
-        grad_weights.view(-1)[places] = outer.dot(dy, back.mul_(product), expert)
-        if outer_pairs is not None and low is not None:
-            outer_pairs.collect(dy, low, product, expert, factor)
-        back, low = inner.back(both, first, inner_pairs, expert)
+        grad_weights.view(-1)[places] = second.dot(dy, back.mul_(product), expert)
+        second.collect(dy, low, product, expert, factor)
+        back, low = first.back(both, decoded[0], expert)
         grad_x.index_add_(0, tokens, back.to(grad_x.dtype))
-        if inner_pairs is not None and low is not None:
-            inner_pairs.collect(both, low, rows, expert)
-    grads = [one for pairs in (inner_pairs, outer_pairs) if pairs is not None for one in pairs.gradients()]
-    return [grad_x.to(x.dtype), grad_weights, *grads]
+        first.collect(both, low, rows, expert)
+    return [grad_x.to(x.dtype), grad_weights, *first.gradients(), *second.gradients()]
 
 
 def takes(x: Tensor, ids: Tensor, gate_up: Matrices, down: Matrices) -> bool:
     few = 0 < ids.numel() <= GROUPED_ROWS * gate_up.stack.experts
-    plain = all(one.bias is None and one.lora is None for one in (gate_up, down))
-    return few and plain and gate_up.stack.weight.can_group(x) and down.stack.weight.can_group(x)
+    return few and gate_up.stack.weight.can_group(x) and down.stack.weight.can_group(x)
 
 
 def grouped_forward(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Matrices, down: Matrices, activation: Activation = "silu"
 ) -> Tensor:
     """Return y (T, D) through the grouped kernels."""
-    places = Places.from_ids(ids.flatten(), gate_up.stack.experts)
-    both = gate_up.stack.weight.grouped(x, gate_up.stack.experts, places, ids.shape[1])
-    parts = down.stack.weight.grouped(
-        glu_forward(*gate_and_up(both, activation), activation), down.stack.experts, places, scale=weights.flatten())
-    return parts.view(*ids.shape, -1).sum(1)
+    at = ids.flatten().long()
+    places = Places.from_ids(at, gate_up.stack.experts)
+    h = glu_forward(*gate_and_up(gate_up.grouped(x, at, places), activation), activation)
+    if down.bias is None and down.lora is None:  # the kernel multiplies by the weights
+        parts = down.stack.weight.grouped(h, down.stack.experts, places, scale=weights.flatten())
+        return parts.view(*ids.shape, -1).sum(1)
+    parts = down.grouped(h, at, places).view(*ids.shape, -1)
+    return (parts * weights[..., None]).sum(1).to(x.dtype)
 
 
 def grouped_backward(
@@ -235,14 +249,20 @@ def grouped_backward(
     activation: Activation = "silu",
 ) -> list[Tensor]:
     """Return what `routed_backward` does, through the grouped kernels."""
-    places = Places.from_ids(ids.flatten(), gate_up.stack.experts)
-    both = gate_up.stack.weight.grouped(x, gate_up.stack.experts, places, ids.shape[1])
-    back = down.stack.weight.grouped(grad, down.stack.experts, places, ids.shape[1], back=True).to(weights.dtype)
-    product = (back * weights.flatten()[:, None]).to(x.dtype)
+    at, factor = ids.flatten().long(), weights.flatten()[:, None]
+    places = Places.from_ids(at, gate_up.stack.experts)
+    both = gate_up.grouped(x, at, places)
+    back, low = down.grouped_back(grad, at, places)
+    back = back.to(weights.dtype)
+    product = (back * factor).to(x.dtype)
     glu_backward(product, *gate_and_up(both, activation), activation)  # both: its gradient; product: down's input
     grad_weights = back.mul_(product).sum(1).view(ids.shape)
-    grad_x = gate_up.stack.weight.grouped(both, gate_up.stack.experts, places, back=True).view(*ids.shape, -1).sum(1)
-    return [grad_x, grad_weights]
+    if down.bias is not None:
+        grad_weights += (grad.to(back.dtype) @ down.bias.T.to(back.dtype)).gather(1, at.view(ids.shape))
+    down_grads = down.grouped_gradients(grad, low, product, at, factor)
+    back, low = gate_up.grouped_back(both, at, places)
+    grads = gate_up.grouped_gradients(both, low, x, at) + down_grads
+    return [back.view(*ids.shape, -1).sum(1), grad_weights, *grads]
 
 
 def by_expert(

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowmem_grpo.kernels.clamped_swiglu import ClampedSwiGLU
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.frozen_weight import frozen_weight, kept_weight
-from lowmem_grpo.kernels.glu import ClampedSwiGLU
 from lowmem_grpo.kernels.lora_factors import LoRA
 from lowmem_grpo.kernels.mxfp4 import MXFP4Weight
 from lowmem_grpo.kernels.routed_experts import routed_experts

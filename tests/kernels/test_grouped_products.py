@@ -12,11 +12,12 @@ from mixtures import problem, random, stack
 from tables import every_row, pairwise
 from torch import Tensor
 
+from lowmem_grpo.kernels.expert_matrices import Matrices
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.grouped_products import Places, block_rows
 from lowmem_grpo.kernels.mxfp4 import mxfp4_dequantize_ref
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
-from lowmem_grpo.kernels.routed_experts import Matrices, grouped_backward, grouped_forward, routed_experts_ref
+from lowmem_grpo.kernels.routed_experts import grouped_backward, grouped_forward, routed_experts_ref
 
 SPREADS = {  # ids of places
     "even": torch.arange(66) % 6, "one expert": torch.full((70,), 3), "few": torch.tensor([5, 0]),

@@ -13,6 +13,7 @@ from memory import LiveStorage
 from mixtures import problem, random, stack
 from tables import not_refused
 
+from lowmem_grpo.kernels.expert_matrices import Matrices
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.frozen_weight import PlainWeight
 from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize_ref
@@ -23,7 +24,7 @@ SIZES = [(1, (16, 16, 64, 16)), (63, (8, 3, 96, 48)), (130, (5, 5, 64, 24))]  # 
 
 
 def flat(given: dict[str, Any]) -> Any:
-    return routed.flat(map(routed.Matrices, (given["gate_up"], given["down"])))
+    return routed.flat(map(Matrices, (given["gate_up"], given["down"])))
 
 
 @pytest.mark.parametrize("device", DEVICES)
