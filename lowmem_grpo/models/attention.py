@@ -25,7 +25,8 @@ from lowmem_grpo.models.packed_attention import PackedLayout, packed_attention, 
 NAME = "lowmem_grpo"
 LONG, MOST_PARTS = 2048, 8  # keys from which a small batch reads them in parts, and the most parts
 CHANGES = {  # arguments that change the result and that none of the three forms computes
-    "softcap": "logit soft-capping", "position_bias": "a position bias", "alibi": "ALiBi", "head_mask": "a head mask",
+    "softcap": "logit soft-capping", "sinks": "sinks that are not its s_aux", "position_bias": "a position bias",
+    "alibi": "ALiBi", "head_mask": "a head mask",
 }
 # cuDNN's attention builds a plan for each new shape, and vLLM disables it too. Once for the process, because a thread
 # that samples and one that trains would undo each other's choice.

@@ -51,7 +51,8 @@ class SinksFunction(torch.autograd.Function):
         out, lse, ctx.others = fused_with_lse(query, key, value, mask, scaling, is_causal)
         real, logits = lse[..., : query.shape[2]], sinks.to(lse.dtype)
         out.mul_(torch.sigmoid(real - logits)[..., None])  # exp(lse - lse')
-        real.copy_(torch.logaddexp(real, logits))
+        if any(ctx.needs_input_grad):
+            real.copy_(torch.logaddexp(real, logits))
         ctx.save_for_backward(query, key, value, mask, out, lse)
         ctx.is_causal, ctx.scaling = is_causal, scaling
         return out

@@ -11,7 +11,9 @@ from vllm_models import differences
 
 from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.engines import transformers_engine
+from lowmem_grpo.engines.batch import DecodeState
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
+from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.experts import use_routed_blocks
 from lowmem_grpo.models.lean_modules import LeanAttention, make_lean
@@ -79,3 +81,11 @@ def test_sampled_logprobs_are_those_the_trainer_computes(engine: TransformersEng
     params = SamplingParams(n=3, max_tokens=16, seed=1, ignore_eos=True)
     groups = engine.generate(PROMPTS, params)
     assert differences(engine.policy, PROMPTS, groups).abs().max() <= 1e-5
+
+
+def test_the_cache_of_a_layer_with_a_window_is_as_large_as_a_plan_counts(engine: TransformersEngine) -> None:
+    passes, state = engine.passes, DecodeState.holding(torch.arange(2))
+    with passes.evaluating():
+        passes.feed(state, torch.arange(300).view(2, 150) + 5, at_once=64)
+    shape = ModelShape.from_config(engine.policy.base.config)
+    assert state.cache.nbytes == 2 * shape.kv_bytes(150, itemsize=8)

@@ -11,6 +11,7 @@ from gpt_oss import STACKS, gpt_oss_folder, plain_gpt_oss
 from packed_problem import batch_of, learned, learned_alone
 from safetensors.torch import load_file, save_file
 from small_models import scatter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.memory import cutting
@@ -109,6 +110,22 @@ def test_without_names_of_experts_only_attention_is_trained(folder: Path) -> Non
     model, _ = adapted(folder, None)
     paths = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
     assert len(paths) == 8 and all(".self_attn." in path for path in paths)
+
+
+def test_heads_in_groups_give_the_same_gradients(folder: Path) -> None:
+    policy, batch = Policy(adapted(folder)[0]), batch_of(GROUPS)
+    expected = learned(policy, batch)
+    policy.head_groups = 2
+    assert_alike(learned(policy, batch), expected)
+
+
+def test_angles_are_those_of_transformers_yarn_where_weights_are_in_16_bits(folder: Path) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=512, dtype=torch.bfloat16)
+    rotary, fresh = model.inner.model.rotary_emb, GptOssRotaryEmbedding(model.config)
+    positions = torch.arange(512)[None]
+    assert type(rotary) is GptOssRotaryEmbedding and fresh.attention_scaling > 1
+    for ours, theirs in zip(*(one(torch.zeros(1), positions) for one in (rotary, fresh)), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def changed(folder: Path, to: Path, change: Any) -> Path:
