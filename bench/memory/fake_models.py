@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from lowmem_grpo.models.experts import expert_stacks, use_routed_blocks
+from lowmem_grpo.models.experts import PackedStack, expert_stacks, use_routed_blocks
 from lowmem_grpo.models.fused_weights import GROUPS, fuse
 from lowmem_grpo.models.pretrained import attention_of, class_of
 
@@ -32,7 +32,9 @@ def meta_model(config: Any, dtype: torch.dtype, nf4: bool) -> PreTrainedModel:
             model = class_of(config).from_config(
                 config, attn_implementation=attention_of(config), trust_remote_code=False
             )
-            if nf4:
+            if nf4 and getattr(config, "quantization_config", None):  # experts in MXFP4, and nothing else quantized
+                use_routed_blocks(model, lambda weight: PackedStack(weight.shape, dtype))
+            elif nf4:
                 quantize(model, lambda linear: linear_4bit(linear, dtype))
                 use_routed_blocks(model)
                 for stack in expert_stacks(model):

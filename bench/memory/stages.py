@@ -18,6 +18,7 @@ class Features:
     logits_chunk: int = 1024  # tokens
     kept_layers: int = 0  # layers, the last ones, that keep all they compute
     head_groups: int = 1  # groups of heads that attention's backward pass takes in turn
+    expert_lora: bool = False  # LoRA on each expert too
     modules_to_save: tuple[str, ...] = ()  # embedding and head, where they are trained whole
 
 

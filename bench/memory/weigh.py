@@ -28,6 +28,7 @@ from lowmem_grpo.losses.objective import Reducer, StepTotals
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.memory.offload.embedding import tables
 from lowmem_grpo.memory.offload.pages import Copies
+from lowmem_grpo.models.experts import STACKS
 from lowmem_grpo.models.lora_targets import ALL_LINEAR
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
@@ -162,6 +163,7 @@ def add_lora(model: Any, rank: int, context: int, features: Features) -> Any:
         return FastLanguageModel.get_peft_model(
             fast, r=rank, use_gradient_checkpointing=features.checkpointing, mlp_tile=features.mlp_tile,
             modules_to_save=[*features.modules_to_save] or None,
+            target_parameters=[*STACKS] if features.expert_lora else None,
         )
     targets = [name for name in ALL_LINEAR if any(path.endswith(name) for path, _ in model.named_modules())]
     lora = LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules=targets or "all-linear")

@@ -73,7 +73,6 @@ def plan(
         from lowmem_grpo.memory import planner
         from lowmem_grpo.memory.cards import MOST_SEQUENCES, device, engine_of
         from lowmem_grpo.memory.families import planned_as
-        from lowmem_grpo.memory.model_shape import ModelShape
         from lowmem_grpo.memory.plan import PROMPTS, RunSettings, Workload
         from lowmem_grpo.memory.time_plan import plan_time
         from lowmem_grpo.models.stored_model import config_of
@@ -82,7 +81,7 @@ def plan(
             raise ValueError(f"--fp8 and --{'load-in-4bit' if load_in_4bit else '16bit'} contradict each "
                              "other; give one of them")
         card, config = device(gpu, gpu_memory_utilization), config_of(model)
-        shape = ModelShape.from_config(config)
+        shape = planner.shape_on(config, card)
         settings["engine"] = settings["engine"] or (engine_of(card) if shape.family.vllm else "transformers")
         if settings["expert_lora"] and shape.experts is None:
             raise ValueError("--expert-lora: this model has no experts; leave it out")
@@ -90,6 +89,9 @@ def plan(
         settings["modules_to_save"] = tuple(name.strip() for name in (modules_to_save or "").split(",") if name)
         settings["saved_itemsize"] = 4 if engine_of(card) == "transformers" else 2  # float32 beside float16 models
         said = planned_as(config, model, settings["engine"])
+        if shape.word == 4:
+            said["note"] = (f"on {card.name}, which has no bfloat16, {shape.family.name} is trained and planned with "
+                            "dtype=torch.float32, since it overflows in float16")
         form = held_in(form_of_weights(load_in_4bit and not load_in_fp8, False, load_in_fp8), config, model)
         asked = RunSettings(form=form, checkpointing=CHECKPOINTING[checkpointing], **settings)
         check_given({"prompts": prompts}, {"prompts": up_to(MOST_PROMPTS)})

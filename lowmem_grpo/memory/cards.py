@@ -137,7 +137,12 @@ DRIVER_NAMES = {
 
 def engine_of(card: Device) -> str:
     """Return the default engine for a card: transformers below sm_80, where vLLM was not tested."""
-    return "transformers" if card.name in SPEEDS and SPEEDS[card.name].capability < 80 else "vllm"
+    return "transformers" if lacks_bfloat16(card) else "vllm"
+
+
+def lacks_bfloat16(card: Device) -> bool:
+    """Return whether a card is known to be below sm_80, and computes in 16 bits in float16 only."""
+    return (name := card_of(card.name)) is not None and SPEEDS[name].capability < 80
 
 
 def card_of(name: str) -> str | None:
@@ -166,8 +171,8 @@ def cache_itemsize(cache_dtype: str, itemsize: int = 2) -> int:
     return 1 if in_8_bits(cache_dtype) else itemsize
 
 
-def cache_text(cache_dtype: str) -> str:
-    return f"8 bits ({cache_dtype})" if in_8_bits(cache_dtype) else "16 bits"
+def cache_text(cache_dtype: str, itemsize: int = 2) -> str:
+    return f"8 bits ({cache_dtype})" if in_8_bits(cache_dtype) else f"{8 * itemsize} bits"
 
 
 def why_not_on_card(capability: tuple[int, int], flashinfer: bool) -> str | None:

@@ -144,8 +144,8 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": decoder(
         "gpt-oss", "GptOss", vllm=None, turns=("<|start|>", "<|message|>", "<|end|>"), only_bfloat16=True,
         mlp=MLP("", lean=False), norm=Norm("GptOssRMSNorm", round_once=True),
-        experts=ExpertBlock("GptOssMLP", router="router", pair=True, stacked=True, lora=True),
-        attention=Attention("GptOssAttention", window="layers", position="once")),
+        experts=ExpertBlock("GptOssMLP", biased=True, router="router", pair=True, stacked=True, lora=True),
+        attention=Attention("GptOssAttention", window="layers", position="once", sinks=True)),
 }
 
 WHOLE, INSIDE = r"^model\.language_model\.", r"^language_model\."

@@ -54,8 +54,9 @@ class Linear:
         """Return the form of this weight in a model of this form."""
         return BITS_16 if FORMS[form].only_experts and self.experts == 1 else form
 
-    def bytes_in(self, form: str) -> int:
-        return FORMS[self.form_in(form)].nbytes(self)
+    def bytes_in(self, form: str, word: int = 2) -> int:
+        """Return the bytes in this form; without one, a weight takes `word` bytes."""
+        return word * self.weights if self.form_in(form) == BITS_16 else FORMS[self.form_in(form)].nbytes(self)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class ModelShape:
     experts: ExpertForm | None = None  # for layers with experts instead of an MLP
     delta: DeltaForm | None = None  # for layers with a delta net instead of attention; in `each`, set for these only
     vision: VisionForm | None = None  # of a model that reads images
+    word: int = 2  # bytes of a number that is not quantized
     stored: str = ""  # the form of 4 bits in which its checkpoint stores experts, which are kept so; "": another
 
     @classmethod
@@ -195,26 +196,27 @@ class ModelShape:
         layers = sum(count * shape.layer_bytes(form) for count, shape in self.each())
         angles = sum({shape.turned_size: 2 * 4 * (shape.turned_size // 2) for _, shape in self.each()}.values())
         projection = Linear("per_layer_model_projection", self.layers * self.per_layer, self.hidden)
-        per_layer = projection.bytes_in(form) + 2 * self.per_layer + 2 * 2 if self.per_layer else 0  # norm, two scales
-        return layers + 2 * self.hidden + angles + per_layer
+        two_scales = self.word * (self.per_layer + 2)  # with the norm
+        per_layer = projection.bytes_in(form, self.word) + two_scales if self.per_layer else 0
+        return layers + self.word * self.hidden + angles + per_layer
 
     def layer_bytes(self, form: str) -> int:
         """Return the bytes of one layer with its norms."""
-        linears = sum(linear.bytes_in(form) + 2 * linear.biases for linear in self.linears())
+        linears = sum(linear.bytes_in(form, self.word) + self.word * linear.biases for linear in self.linears())
         side_by_side = (group for group in self.groups() if len(group) > 1)
         linears += sum(layer_forms.FORMS[form].joined(linear) for group in side_by_side for linear in group)
-        return linears + self.norm_bytes() + 2 * len(self.family.buffers)
+        return linears + self.norm_bytes() + self.word * len(self.family.buffers)
 
     def norm_bytes(self) -> int:
         """Return the bytes of a layer's norms, sinks and router and, in a delta net, all weights except projections."""
-        hidden = 2 * (self.family.norms + bool(self.per_layer)) * self.hidden
-        hidden += 2 * self.heads * self.family.attention.sinks
+        hidden = self.word * (self.family.norms + bool(self.per_layer)) * self.hidden
+        hidden += self.word * self.heads * self.family.attention.sinks
         if self.experts is not None and self.family.experts is not None:  # the router
-            hidden += 2 * self.experts.count * (self.hidden + self.family.experts.biased)
+            hidden += self.word * self.experts.count * (self.hidden + self.family.experts.biased)
         if self.delta is not None:
             return hidden + self.delta.weight_bytes
         heads = {"": 0, "heads": (1 + self.own_keys) * self.head_size, "whole": self.queries + self.keys}
-        return hidden + 2 * heads[self.family.attention.norm]
+        return hidden + self.word * heads[self.family.attention.norm]
 
     def groups(self) -> list[list[Linear]]:
         """Return a layer's linears in groups. The loader stores a group's NF4 weights for one call to dequantize."""
@@ -229,12 +231,12 @@ class ModelShape:
 
     @property
     def table_bytes(self) -> int:
-        """The bytes of the embedding in 16 bits. A head that is not tied to it takes as many again."""
-        return 2 * self.vocabulary * self.hidden
+        """The bytes of the embedding. A head that is not tied to it takes as many again."""
+        return self.word * self.vocabulary * self.hidden
 
     def host_bytes(self) -> int:
         """Return the bytes of the embeddings that can be offloaded to the host. One tied to the head cannot."""
-        per_layer = 2 * self.per_layer_vocabulary * self.layers * self.per_layer
+        per_layer = self.word * self.per_layer_vocabulary * self.layers * self.per_layer
         return per_layer + (0 if self.tied else self.table_bytes)
 
     def lora_weights(self, rank: int, least: int = 0, experts: bool = False) -> int:
@@ -244,10 +246,10 @@ class ModelShape:
             experts and linear.experts > 1) for side in (linear.rows, linear.columns)
             if (numbers := linear.experts * rank * side) >= least)
 
-    def kv_bytes(self, tokens: int, itemsize: int = 2) -> int:
+    def kv_bytes(self, tokens: int, itemsize: int | None = None) -> int:
         """Return the bytes of one sequence's keys and values, and of its states in layers without attention."""
-        keys = 2 * itemsize * tokens * sum(count * shape.keys for count, shape in self.each() if shape.own_keys)
-        return keys + self.states_bytes
+        keys = sum(count * shape.keys for count, shape in self.each() if shape.own_keys)
+        return 2 * (itemsize or self.word) * tokens * keys + self.states_bytes
 
     @property
     def states_bytes(self) -> int:

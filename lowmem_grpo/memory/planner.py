@@ -63,7 +63,13 @@ def checked_shape(model_config: Any, run_config: RunSettings, device: Device) ->
                                     ("device", device, Device, "device('h100')")):
         if not isinstance(value, kind):
             raise ValueError(f"{name} is {value!r}; it must be made as in planning.{made}")
-    return ModelShape.from_config(model_config)
+    return shape_on(model_config, device)
+
+
+def shape_on(model_config: Any, device: Device) -> ModelShape:
+    """Return a model's shape on a card. Numbers take 4 bytes if the card has no bfloat16, and float16 overflows."""
+    shape = ModelShape.from_config(model_config)
+    return replace(shape, word=4) if shape.family.only_bfloat16 and cards.lacks_bfloat16(device) else shape
 
 
 def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
@@ -294,7 +300,7 @@ def longest(shape: ModelShape, asked: RunSettings, device: Device) -> int:
 
 def fitting_models(asked: RunSettings, device: Device) -> list[str]:
     """Return the known models that fit with these settings, smallest first."""
-    shapes = {name: ModelShape.from_config(named_config(name)) for name in named_shapes()}
+    shapes = {name: shape_on(named_config(name), device) for name in named_shapes()}
     return sorted((name for name, shape in shapes.items() if shape.has_form(asked.form)
                    and (shape.family.vllm or asked.engine != "vllm")
                    and asked.context <= (shape.context or FAR) and choose(shape, asked, device).fits),

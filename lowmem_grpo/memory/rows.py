@@ -5,7 +5,7 @@ from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.layer_forms import FORMS
 from lowmem_grpo.memory.model_shape import PAGED_BLOCK, ModelShape
 from lowmem_grpo.memory.plan import EMBEDDING, KV_CACHE, OPTIMIZER_BYTES, Choice, MemoryPlan, PlanRow, RunSettings
-from lowmem_grpo.memory.training_step import BAND_BYTES, CARD_ONLY, WORD, Moment, StepShape
+from lowmem_grpo.memory.training_step import BAND_BYTES, CARD_ONLY, Moment, StepShape
 from lowmem_grpo.utils import MIB, size_text
 
 ADAPTER_BYTES = 4  # adapters and their gradients are float32
@@ -45,7 +45,7 @@ def build(shape: ModelShape, settings: RunSettings, device: Device, choices: tup
     sequences = together or settings.num_generations
     wanted = first + (sequences - 1) * each
     kv_bytes = settings.kv_bytes or max(first, min(wanted, device.budget - taken))
-    held_in, after = cards.cache_text(settings.kv_cache_dtype), "freed" if settings.sleeps else "stays"
+    held_in, after = cards.cache_text(settings.kv_cache_dtype, shape.word), "freed" if settings.sleeps else "stays"
     cache = PlanRow(KV_CACHE, kv_bytes, 0 if settings.sleeps else kv_bytes,
                     note=f"{held_in}{states(shape)}; {after} while training")
     concurrent = min(sequences, max(0, 1 + (kv_bytes - first) // each))
@@ -77,7 +77,8 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     copies = saved + ADAPTER_BYTES * settings.trained_rows * shape.hidden  # with the originals of rows
     on_device = 0 if settings.host_embedding else shape.host_bytes()
     states = state_bytes(shape, settings)[0]
-    table_note = "the head is the same table" if shape.tied else "16 bits"
+    bits = f"{8 * shape.word} bits"
+    table_note = "the head is the same table" if shape.tied else bits
     table_note += "; that of each layer's own numbers in 16 bits" if shape.per_layer else ""
     where = "on the host" if settings.host_embedding and shape.host_bytes() else table_note
     form, ranks = FORMS[settings.form], settings.ranks > 1  # with several, gradients are summed in a copy
@@ -90,7 +91,7 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
         *([PlanRow("teacher", settings.teacher_bytes, settings.teacher_bytes, note="weights of another model")]
           if settings.teacher_bytes else []),
         PlanRow("embedding", on_device, on_device, note=where),
-        PlanRow("head", table, table, note="16 bits"),
+        PlanRow("head", table, table, note=bits),
         PlanRow("adapters", lora, lora, note=f"{lora_text(shape, settings, adapted)}, float32"),
         *([PlanRow(SAVED, copies, copies, note=saved_text(shape, settings))] if saved or trained["away"] else []),
         PlanRow("gradients", 0, lora + saved + 4 * ranks * all_numbers(shape, settings), note="of the adapters, float32"
@@ -159,11 +160,11 @@ def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
 def sampler_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     """Return the rows of the sampler's copies of weights. While training, vLLM keeps its copy of the adapters, and
     engines keep all copies unless they sleep."""
-    copied, vllm, stays = WORD * trained_numbers(shape, settings), settings.engine == "vllm", not settings.sleeps
+    copied, vllm, stays = shape.word * trained_numbers(shape, settings), settings.engine == "vllm", not settings.sleeps
     rows = [PlanRow("adapter copy", copied, copied if vllm or stays else 0, card_only=vllm,
                     note="what the sampler reads, 16 bits" + ("" if vllm or stays else ", while it samples"))]
     if settings.sampling_weights == "16bit":
-        wide, held = WORD * shape.sampler_weights, "; they stay" if stays else " while sampling; freed"
+        wide, held = shape.word * shape.sampler_weights, "; they stay" if stays else " while sampling; freed"
         rows.append(PlanRow("sampling weights", wide, wide if stays else 0, card_only=True,
                             note=f"weights in 16 bits{held} while training"))
     return rows
@@ -208,14 +209,15 @@ def engine_workspace(shape: ModelShape, settings: RunSettings, device: Device) -
     sampling = 3 * 4 * sequences * shape.vocabulary  # logits, probabilities, sorted
     most = cards.prefill_tokens(device.total, sequences) if settings.engine == "vllm" else cards.LARGE_PREFILL
     tokens = min(settings.context, most)
-    prefill = WORD * tokens * (2 * shape.inner + 3 * shape.hidden + shape.queries + 2 * shape.keys)
-    return sampling + prefill + BAND_BYTES + (0 if settings.engine == "vllm" else mask_bytes(settings, sequences))
+    prefill = shape.word * tokens * (2 * shape.inner + 3 * shape.hidden + shape.queries + 2 * shape.keys)
+    masks = 0 if settings.engine == "vllm" else (2 + shape.word) * mask_numbers(settings, sequences)
+    return sampling + prefill + BAND_BYTES + masks
 
 
-def mask_bytes(settings: RunSettings, sequences: int) -> int:
-    """Return the bytes of attention's masks while our engine prefills: two masks of bools and one in 16 bits."""
+def mask_numbers(settings: RunSettings, sequences: int) -> int:
+    """Return the elements of each of attention's masks while our engine prefills: two of bools, and one of numbers."""
     prompts = -(-sequences // settings.num_generations)
-    return 2 * WORD * prompts * min(settings.context, cards.prefill_piece(prompts, settings.context)) * settings.context
+    return prompts * min(settings.context, cards.prefill_piece(prompts, settings.context)) * settings.context
 
 
 def host_row(shape: ModelShape, settings: RunSettings) -> PlanRow:

@@ -190,7 +190,7 @@ class StepTime:
         if settings.engine != "vllm" and not self.eager:
             cached = cards.graph_width(ceil(cached))
         moved = 2 * trained_numbers(shape, settings) + 4 * rows * shape.vocabulary * SAMPLER_PASSES[settings.engine]
-        moved += rows * shape.kv_bytes(round(cached), cache_itemsize(settings.kv_cache_dtype))
+        moved += rows * shape.kv_bytes(round(cached), cache_itemsize(settings.kv_cache_dtype, shape.word))
         card = sum(count * self.product(linear, rows) for count, kind in self.kinds for linear in kind.linears)
         card += self.move(moved) + self.multiply(shape.vocabulary * shape.hidden, rows)
         if self.eager:
@@ -408,7 +408,8 @@ def step_of(plan: MemoryPlan, shape: ModelShape, work: Workload) -> StepTime:
 
 def sampled_together(plan: MemoryPlan, shape: ModelShape, work: Workload) -> int:
     """Return the number of sequences for which the KV cache has room."""
-    longest = shape.kv_bytes(round(work.prompt_length) + work.longest, cache_itemsize(plan.settings.kv_cache_dtype))
+    itemsize = cache_itemsize(plan.settings.kv_cache_dtype, shape.word)
+    longest = shape.kv_bytes(round(work.prompt_length) + work.longest, itemsize)
     room = plan.settings.kv_bytes or plan.device.budget - (plan.rollout - plan.kv_bytes)
     return max(1, plan.concurrent_sequences, min(cards.MOST_SEQUENCES, room // longest))
 

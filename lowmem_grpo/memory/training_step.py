@@ -1,7 +1,8 @@
 """The bytes of a training step at its peak moments: the tensors alive while a layer's MLP, attention or the head runs.
 
 T packed tokens of a micro-batch, A padded tokens in attention, D hidden size, I inner size, R rows of an MLP tile; 16
-bits per number. A moment maps rows of a plan to the bytes alive beside weights, adapters, gradients and optimizer.
+bits per number, or 32 if `ModelShape.word` says so. A moment maps rows of a plan to the bytes alive beside weights,
+adapters, gradients and optimizer.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from lowmem_grpo.memory.layer_forms import BITS_16, ExpertForm
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import EMBEDDING, HEAD, RunSettings
 
-WORD = 2  # bytes of a number in 16 bits
 BAND_BYTES = 64 * 2**20  # dequantized weights held at a time
 PIECE = 2048  # rows of one expert that are computed together
 GROUPED_ROWS = 64  # most rows per expert, on average, for which all experts are computed together
@@ -45,6 +45,10 @@ class StepShape:
     area: int = 0  # A; 0 for a single sequence, which attention takes without padding
 
     @property
+    def word(self) -> int:
+        return self.model.word
+
+    @property
     def by_groups(self) -> bool:
         """True if attention saves only q, k and v, and recomputes each group of heads for its gradient."""
         return (self.settings.head_groups or 1) > 1
@@ -58,24 +62,24 @@ class StepShape:
     @property
     def hidden(self) -> int:
         """The bytes of hidden states (T, D)."""
-        return WORD * self.tokens * self.model.hidden
+        return self.word * self.tokens * self.model.hidden
 
     @property
     def queries(self) -> int:
         """The bytes of queries (T, H K)."""
-        return WORD * self.tokens * self.model.queries
+        return self.word * self.tokens * self.model.queries
 
     @property
     def keys(self) -> int:
         """The bytes of keys (T, H_kv K)."""
-        return WORD * self.tokens * self.model.keys
+        return self.word * self.tokens * self.model.keys
 
     @property
     def laid(self) -> int:
         """The bytes of q, k, v, output and log-sums that attention saves: padded, unless there is a single sequence."""
-        token = 2 * WORD * (self.model.queries + self.model.keys) + 4 * self.model.heads
+        token = 2 * self.word * (self.model.queries + self.model.keys) + 4 * self.model.heads
         if self.by_groups:  # no log-sums; the packed output is saved by the next layer
-            token -= 4 * self.model.heads + (WORD * self.model.queries if self.area else 0)
+            token -= 4 * self.model.heads + (self.word * self.model.queries if self.area else 0)
         return token * (self.area or self.tokens)
 
     @property
@@ -91,7 +95,7 @@ class StepShape:
     @property
     def angles(self) -> int:
         """The bytes that all layers share: cosines and sines (T, K) of the positions, and the sliding-window mask."""
-        return WORD * (self.tokens * self.model.for_all_layers + mask_numbers(self.model.window, self.tokens))
+        return self.word * (self.tokens * self.model.for_all_layers + mask_numbers(self.model.window, self.tokens))
 
     def trains(self, name: str) -> bool:
         """Return whether the embedding or the head is trained whole; a tied matrix is both."""
@@ -126,10 +130,11 @@ class StepShape:
     def attention_saved(self) -> int:
         """Return the bytes that attention saves: normed input, q, k, v, output; with padding also the packed output."""
         kept = self.hidden + self.laid + (self.queries if self.area else 0)
-        if mask_numbers(self.model.window, self.tokens) and not self.by_groups:  # outputs by block, and concatenated
-            kept += WORD * self.model.queries * (self.area or self.tokens)
+        alone = not self.area and not self.by_groups
+        if mask_numbers(self.model.window, self.tokens) and alone:  # outputs by block, and concatenated
+            kept += self.word * self.model.queries * (self.area or self.tokens)
         if self.model.per_layer:  # Gemma 4: inputs of the norms after attention and MLP, and per-layer embeddings
-            kept += 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer
+            kept += 2 * self.hidden + 3 * self.word * self.tokens * self.model.per_layer
         if self.model.family.attention.norm:
             kept += self.queries + self.keys + 4 * self.tokens * (self.model.heads + self.model.kv_heads)
         if self.model.family.attention.inner == FUSED and not self.area:
@@ -141,17 +146,17 @@ class StepShape:
         Attention by groups of heads computes q, k and v again, so it does not count them."""
         if not (self.by_groups and self.model.family.attention.lean):
             return self.attention_saved()
-        others = 2 * self.hidden + 3 * WORD * self.tokens * self.model.per_layer if self.model.per_layer else 0
+        others = 2 * self.hidden + 3 * self.word * self.tokens * self.model.per_layer if self.model.per_layer else 0
         return self.hidden + self.queries + others  # normed input, output
 
     def saved(self) -> int:
         """Return the bytes that a layer saves for its backward pass besides its input."""
-        mlp = 0 if self.tile else 2 * WORD * self.tokens * self.model.inner  # gate and up
+        mlp = 0 if self.tile else 2 * self.word * self.tokens * self.model.inner  # gate and up
         if self.model.experts is not None:  # probabilities, gate values, their sum, ids twice
             mlp = self.tokens * (4 * self.model.experts.count + (4 + 4 + 8 + 8) * self.model.experts.taken)
         net, delta = 0, self.model.delta
         if delta is not None:  # its normed input, three of the convolution, and the gated norm's
-            net = self.hidden + self.tokens * (3 * WORD * delta.mixed + (3 * 4 + 2 * WORD) * delta.values)
+            net = self.hidden + self.tokens * (3 * self.word * delta.mixed + (3 * 4 + 2 * self.word) * delta.values)
         return max(self.attention_waits(), net) + 2 * self.hidden + mlp
 
     def layers_kept(self) -> int:
@@ -161,38 +166,47 @@ class StepShape:
     def mlp(self) -> Moment:
         """Return the moment of an MLP's backward pass: a tile's gate, up and shared gradient, or experts' workspace."""
         if self.model.experts is not None:
-            grads = 2 * self.hidden
+            pairs = (4 + self.word) * self.expert_pairs()  # gradients in float32, and copies
+            grads = 2 * self.hidden + max(self.hidden, pairs)  # the router's gradient of x comes later
             return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles,
                     EXPERTS: self.at_experts(self.model.experts)}
         rows = min(self.tile or self.tokens, self.tokens)
-        inner, row_hidden = WORD * rows * self.model.inner, WORD * rows * self.model.hidden
+        inner, row_hidden = self.word * rows * self.model.inner, self.word * rows * self.model.hidden
         lora = 4 * self.settings.lora_rank * 3 * (self.model.inner + self.model.hidden)
         at_work = (3 if self.tile else 1) * inner + 2 * row_hidden  # without tiles, gate and up are saved anyway
         grads = self.hidden * (2 if self.tile else 1)  # the output's, and with tiles the input's as it fills
         tile = at_work + lora + self.band()
         return {INPUTS: self.inputs(), LAYER: self.layers_kept() + grads + self.angles, TILE: tile}
 
+    def expert_pairs(self) -> int:
+        """Return the numbers of LoRA on all experts of a layer."""
+        stacks = (linear for linear in self.model.linears() if linear.experts > 1 and self.settings.expert_lora)
+        return self.settings.lora_rank * sum(stack.experts * (stack.rows + stack.columns) for stack in stacks)
+
     def at_experts(self, experts: ExpertForm) -> int:
         """Return the bytes of `routed_experts` in its backward pass. Expert by expert, these are float32 sums, the
         order of rows, a dequantized expert, and gate, up and gradients for a piece of its rows. Grouped, on a GPU, they
-        are gate, up and gradients for all rows."""
+        are gate, up and gradients for all rows. LoRA adds two copies of B by expert, of one in 16 bits."""
         rows, hidden, inner = min(PIECE, self.tokens), self.model.hidden, experts.inner
         sums = self.tokens * (4 * hidden + 3 * 8 * experts.taken)
-        one_by_one = sums + 3 * WORD * hidden * inner + rows * (5 * WORD * inner + 3 * WORD * hidden)
+        rank = self.settings.lora_rank * self.settings.expert_lora
+        sums += (4 + self.word) * experts.count * rank * (2 * inner + hidden)
+        one_by_one = sums + 3 * self.word * hidden * inner + rows * (5 * self.word * inner + 3 * self.word * hidden)
         places = self.tokens * experts.taken
         if places > GROUPED_ROWS * experts.count:
             return one_by_one
-        return max(one_by_one, places * (3 * 8 + 8 * WORD * inner + WORD * hidden))
+        return max(one_by_one, places * (3 * 8 + 8 * self.word * inner + self.word * hidden))
 
     def attention(self) -> Moment:
         """Return the moment of attention's backward pass: gradients of its output, q, k and v; on a GPU first in
         float32, for all query heads."""
-        of_laid = 2 * WORD * (self.model.queries + self.model.keys) * (self.area or self.tokens)
+        of_laid = 2 * self.word * (self.model.queries + self.model.keys) * (self.area or self.tokens)
         grads = self.hidden + of_laid - (self.queries if self.area else 0)  # the packed output has been freed
         mlp_done = self.saved() - self.attention_waits()
         again = self.attention_saved() - self.attention_waits()
-        queries = WORD * self.model.queries * (self.area or self.tokens)
-        workspace = (4 if self.model.heads != self.model.kv_heads else 2) * queries
+        queries = self.word * self.model.queries * (self.area or self.tokens)
+        shared, masked = self.model.heads != self.model.kv_heads, mask_numbers(self.model.window, self.tokens)
+        workspace = ((6 if masked else 4) if shared else 2) * queries  # masked: copies of k and v for all heads
         if self.by_groups:  # the output has been freed; a group has its own output and gradients
             grads += int(self.group * of_laid) - (0 if self.area else self.queries)
             workspace = int(self.group * workspace)
@@ -213,7 +227,7 @@ class StepShape:
         """Return the bytes of the features of a micro-batch's images, which its forward pass looks up."""
         levels = 1 + (self.model.vision.levels if self.model.vision is not None else 0)
         prompts = max(1, self.tokens // self.settings.context)
-        return levels * WORD * self.model.hidden * min(self.tokens, prompts * self.settings.image_tokens)
+        return levels * self.word * self.model.hidden * min(self.tokens, prompts * self.settings.image_tokens)
 
     def head(self) -> Moment:
         """Return the moment of the output head: trained hidden states, U, and a chunk of logits in float32. If the head
@@ -224,11 +238,12 @@ class StepShape:
             return {INPUTS: self.inputs(), LAYER: kept, STATES: 2 * self.hidden, CHUNK: logits}
         rows = min(self.settings.chunk_rows or self.tokens, self.tokens + self.model.hidden)
         tile = max(4 * rows * self.model.vocabulary, self.hidden)  # at the end hidden's gradient is rounded
-        states = (self.settings.saved_itemsize + 4) * self.hidden // WORD
+        states = (self.settings.saved_itemsize + 4) * self.hidden // self.word
         return {INPUTS: self.inputs(), LAYER: kept, STATES: states, CHUNK: tile}
 
     def band(self) -> int:
         """Return the most bytes of weights that are dequantized at a time."""
-        largest = max(WORD * sum(linear.weights for linear in group if linear.form_in(self.settings.form) != BITS_16)
-                      for group in self.model.groups())
+        form = self.settings.form
+        largest = self.word * max(sum(linear.weights for linear in group if linear.form_in(form) != BITS_16)
+                                  for group in self.model.groups())
         return largest // max(1, -(-largest // BAND_BYTES))

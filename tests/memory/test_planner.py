@@ -104,8 +104,8 @@ def drawn_shape(seed: int) -> tuple[dict[str, Any], int]:
 @pytest.mark.every(3)
 def test_weights_and_adapters_are_planned_to_the_byte(name: str) -> None:
     config = shallow(named_config(name), 2)
-    found = weigh.weigh(config, [256])
-    check_fixed(build(ModelShape.from_config(config), settings_of(256), device("80GiB")), found)
+    shape, found = ModelShape.from_config(config), weigh.weigh(config, [256])
+    check_fixed(build(shape, settings_of(256, form=shape.stored or "nf4"), device("80GiB")), found)
 
 
 def check_fixed(built: MemoryPlan, found: weigh.Weighed) -> None:
@@ -893,3 +893,81 @@ def test_experts_in_a_form_in_which_they_are_not_held_have_no_plan() -> None:
         shape_of(MIXTURE).weight_bytes("fp8")
     with pytest.raises(ValueError, match=r"mixtral has several experts.*plans are made for Qwen3-MoE only"):
         ModelShape.from_config(named_config(MIXTURE) | {"model_type": "mixtral", "num_local_experts": 8})
+
+
+GPT_OSS = "openai/gpt-oss-20b"
+
+
+def test_gpt_oss_takes_the_bytes_of_its_checkpoint_counted_by_hand() -> None:
+    """Of 24 layers: experts of 5,760 and 2,880 rows in codes of half a byte and a scale for 32, and their biases; q, k,
+    v and o with biases, a sink for each head, a router with a bias, two norms. Then a norm, and the angles' table."""
+    layers, wide, experts = 24, 2880, 32
+    numbers = experts * 3 * wide * wide
+    attention = wide * (4096 + 2 * 512 + 4096) + 4096 + 2 * 512 + wide + 64
+    others = experts * (3 * wide) + experts * (wide + 1) + 2 * wide
+    shape = shape_of(GPT_OSS)
+    packed = numbers // 2 + numbers // 32
+    assert shape.weight_bytes("mxfp4") == layers * (packed + 2 * (attention + others)) + 2 * wide + 4 * 64
+    assert shape.weight_bytes("16bit") - shape.weight_bytes("mxfp4") == layers * (2 * numbers - packed)
+    assert round(layers * packed / GIB, 2) == 9.46 and round(shape.table_bytes / GIB, 2) == 1.08
+    assert shape.kv_bytes(1) == 48 * 1024, "our engine keeps all tokens of the layers with a window too"
+    on_attention = layers * 32 * (wide + 4096 + 2 * (wide + 512) + 4096 + wide)
+    assert shape.lora_weights(32) == on_attention
+    assert shape.lora_weights(32, experts=True) - on_attention == layers * experts * 32 * (wide + 5760 + wide + wide)
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("layers", [2, pytest.param(24, marks=pytest.mark.slow)])
+def test_gpt_oss_holds_what_is_planned_for_8_sequences_of_2048_tokens(layers: int, every: bool) -> None:
+    """With LoRA on attention, and on each expert: weights to the byte, the rest within five percent."""
+    config, batch = named_config(GPT_OSS) | {"num_hidden_layers": layers}, group_of_eight(512, 1536)
+    places, spread = len(batch.input_ids), token_rows(batch.prompts) / len(batch.input_ids)
+    settings = settings_of(2048, form="mxfp4", expert_lora=every, max_tokens=places, spread=spread, chunk_rows=256)
+    found = weigh.weigh(config, [places], weigh.Features(expert_lora=every, logits_chunk=256), batch=batch)
+    built = build(ModelShape.from_config(config), settings, device("1024GiB"))
+    check_fixed(built, found)
+    assert math.isclose(built.train_allocated, found.device, rel_tol=NEAR)
+    beside = found.device - found.activations
+    assert math.isclose(built.train_allocated - beside, found.activations, rel_tol=NEAR)
+
+
+def test_gradients_of_lora_on_each_expert_are_planned_where_they_are_most() -> None:
+    config, context = named_config(GPT_OSS) | {"num_hidden_layers": 2}, 1024
+    settings = settings_of(context, form="mxfp4", expert_lora=True, chunk_rows=64)
+    built = build(ModelShape.from_config(config), settings, device("1024GiB"))
+    assert built.moment == "MLP backward"
+    found = weigh.weigh(config, [context], weigh.Features(expert_lora=True, logits_chunk=64))
+    beside = found.device - found.activations
+    assert math.isclose(built.train_allocated - beside, found.activations, rel_tol=0.1)  # without: half as much
+
+
+@pytest.mark.parametrize(("card", "context", "together"), [
+    ("16GB", 768, 62), ("16GB", 1024, 46), ("16GB", 2048, 22), ("rtx4060ti-16", 768, 64), ("rtx5080", 1024, 51),
+])
+def test_gpt_oss_trains_within_15_gib_of_a_card_of_16_and_samples_whole_groups(
+    card: str, context: int, together: int
+) -> None:
+    """With its embedding on the host. How many are sampled at a time is what the cache has room for."""
+    asked = RunSettings(context, engine="transformers", sequences=64, completions_per_step=64, host_embedding=True)
+    found = plan(named_config(GPT_OSS), asked, device(card))
+    assert found.fits and found.train <= 15 * GIB
+    assert found.needed("rollout") + 8 * shape_of(GPT_OSS).kv_bytes(context) <= 15 * GIB
+    assert found.concurrent_sequences == together >= 8
+    assert found.settings.form == "mxfp4", "as it is stored, though 4 bits are NF4 elsewhere"
+    assert rows_of(found)["weights"].note.startswith("experts in MXFP4, as they are stored, other linears in 16 bits")
+    each = plan(named_config(GPT_OSS), replace(asked, expert_lora=True, lora_rank=8), device(card))
+    assert each.fits and each.train <= 15 * GIB and "attention and each expert" in rows_of(each)["adapters"].note
+    own, vllm = (" ".join(plan(named_config("llama-3.3-70b"), RunSettings(2048, engine=engine), device("16GiB")).advice)
+                 for engine in ("transformers", "vllm"))
+    assert "2,048 tokens is gpt-oss-20b" in own and "2,048 tokens is phi-4-14b" in vllm, "which does not sample it"
+
+
+def test_a_model_that_overflows_in_float16_takes_four_bytes_a_number_on_a_card_without_bfloat16() -> None:
+    """By hand: a table of all tokens and 2,560 numbers, which is embedding and head."""
+    old, new = (rows_of(planned("qwen3.5-4b", card, 2048, engine="transformers")) for card in ("t4", "l4"))
+    table = shape_of("qwen3.5-4b").vocabulary * 2560
+    assert (old["head"].train, new["head"].train) == (4 * table, 2 * table)
+    assert "32 bits" in old["KV cache"].note and old["head"].note == "32 bits"
+    on_t4 = planned(GPT_OSS, "t4", 2048, engine="transformers", host_embedding=True)
+    assert not on_t4.fits and on_t4.peak > 15 * GIB, "its attention and its head take 2.27 GiB more than in 16 bits"
+    assert planned("qwen2.5-3b", "t4", 2048).train == planned("qwen2.5-3b", "l4", 2048).train, "float16 serves there"
