@@ -70,7 +70,7 @@ class FastLanguageModel:
         `load_in_4bit` quantizes to NF4 (double quantization) through bitsandbytes, one tensor at a time, on the CPU
         too; None means True, unless `load_in_16bit` or `load_in_fp8`. `load_in_fp8` quantizes to 8-bit floats (e4m3) in
         the same way: True with a scale for each row, "block" with one for each 128 x 128 weights. Matrix products stay
-        in 16 bits. A checkpoint that is already in 4 bit or in FP8 loads as it is. `max_seq_length` None is the model's
+        in 16 bits. A checkpoint already in NF4, NVFP4 or FP8 loads as it is. `max_seq_length` None is the model's
         whole context. `device_map` may name one device, as `device` does. dtype None means bfloat16 or float16,
         depending on the card, and float32 on the CPU; `torch_dtype` is its older name.
 

@@ -9,7 +9,8 @@ FP8: scales are by row, one for all, or by blocks that a tile of 64 columns does
 more). With finer blocks the weight is dequantized first. From sm_89 on the card converts codes itself; before sm_89,
 the bits are moved (fp8.py).
 
-NVFP4: as NF4, but the low nibbles are the even columns, and a scale is of 8 bytes. No card has measured it.
+NVFP4: the low nibbles are the even columns. A nibble's bits in a float16 are its value / 2^14 (`triton_utils.e2m1`),
+by which the scale of its 8 bytes is multiplied. No card has measured it.
 """
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from lowmem_grpo.kernels import few_rows
 from lowmem_grpo.kernels.few_rows import VARYING, finish
 from lowmem_grpo.kernels.nf4_lookup import block_scale, lookup_high, lookup_low, weight_arguments, weight_types
-from lowmem_grpo.kernels.triton_utils import Variant, capability, e2m1, e4m3, tl, triton
+from lowmem_grpo.kernels.triton_utils import Variant, capability, e4m3, tl, triton
 
 STEP = 64  # columns of FP8 codes that each share of K reads at a time
 NATIVE = 89  # compute capability from which Triton has the type e4m3
@@ -209,9 +210,10 @@ def nvfp4_decode_kernel(
         x = tl.load(x_rows + 2 * byte, mask=inside, other=0.0)
         even, odd = tl.split(tl.reshape(x, (SPLIT, BLOCK_M, BYTES, 2)))
         scales = e4m3(tl.load(scale_rows + byte // 8, mask=inside, other=0), NATIVE)
-        scales = tl.div_rn(scales, divisors)[:, :, :, None]
-        low = tl.reshape(e2m1(codes & 15), (SPLIT, BLOCK_N, BYTES // 8, 8)) * scales
-        high = tl.reshape(e2m1(codes >> 4), (SPLIT, BLOCK_N, BYTES // 8, 8)) * scales
+        scales = tl.div_rn(scales, divisors)[:, :, :, None] * 16384.0
+        bits = tl.reshape(codes.to(tl.uint16), (SPLIT, BLOCK_N, BYTES // 8, 8))
+        low = (((bits & 7) << 9) | ((bits & 8) << 12)).to(tl.float16, bitcast=True).to(tl.float32) * scales
+        high = (((bits & 112) << 5) | ((bits & 128) << 8)).to(tl.float16, bitcast=True).to(tl.float32) * scales
         low = tl.reshape(low.to(dtype), (SPLIT, BLOCK_N, BYTES))
         high = tl.reshape(high.to(dtype), (SPLIT, BLOCK_N, BYTES))
         total = tl.dot(low, tl.trans(even, (0, 2, 1)), total, input_precision="ieee")

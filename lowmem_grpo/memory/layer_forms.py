@@ -14,14 +14,15 @@ BLOCK, NESTED_BLOCK = 64, 256  # NF4: weights per scale, and scales per nested s
 TABLES = 4 * (16 + 256 + 1)  # bytes: NF4's code table, that of the quantized scales, and their offset
 GLOBAL_HEAD = 512  # default head size of Gemma 4's layers without a window
 # Instructions per weight of the decode kernels, counted in their compiled loops (tests/bench/test_kernels.py counts
-# those of NF4): form -> least compute capability -> {most rows: instructions} (no tensor cores before sm_80, no e4m3
+# those in 4 bits): form -> least compute capability -> {most rows: instructions} (no tensor cores before sm_80, no e4m3
 # type before sm_89).
 DECODE_INSTRUCTIONS = {
     "nf4": {80: {8: 5.0, 16: 6.3, 32: 8.8, 64: 7.8}, 75: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4, 40: 88.0},
             0: {1: 8.0, 8: 17.6, 16: 35.2, 24: 52.8, 32: 70.4}},
     "fp8": {89: {8: 5.3, 32: 6.0, 64: 8.6}, 80: {8: 12.7, 32: 13.3, 64: 15.8},
             75: {1: 15.4, 8: 24.7, 16: 49.4, 24: 74.1, 32: 98.8}, 0: {1: 15.4, 8: 24.7, 16: 49.4, 24: 74.1}},
-    "nvfp4": {80: {8: 8.0, 64: 8.0}, 75: {1: 8.0, 8: 17.6, 40: 88.0}, 0: {1: 8.0, 8: 17.6, 32: 70.4}},
+    "nvfp4": {80: {8: 11.6, 16: 12.4, 32: 14.5, 64: 14.2}, 75: {1: 12.6, 8: 22.1, 16: 44.2, 24: 66.3, 32: 88.4},
+              0: {1: 12.6, 8: 22.1, 16: 44.2, 24: 66.3}},
 }
 
 

@@ -182,7 +182,7 @@ def check_base(model: Any) -> None:
     stored = getattr(model.config, "quantization_config", None)
     if stored is not None and not is_quantized(model):
         raise ValueError(f"the model is quantized ({getattr(stored, 'quant_method', stored)}); allowed are 16 and "
-                         "32 bits, 4 bits of bitsandbytes, and FP8 as FastLanguageModel.from_pretrained loads it")
+                         "32 bits, 4 bits of bitsandbytes, FP8 and NVFP4 as FastLanguageModel.from_pretrained loads it")
     devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
     if len(devices) > 1:
         raise ValueError(f"the model lies on {', '.join(sorted(devices))}; load it on one device: "

@@ -162,7 +162,7 @@ def test_the_kernels_round_weights_to_16_bits_as_training_rounds_them(
 
 
 def test_a_card_takes_few_rows_of_16_bits_with_the_codes_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    for chip, most in ((70, 32), (75, 40), (90, 64)):
+    for chip, most in ((70, 24), (75, 32), (90, 64)):
         monkeypatch.setattr(few_rows, "capability", lambda device, chip=chip: chip)
         with FakeTensorMode(), torch.device("cuda"):
             for columns, taken in ((128, True), (144, False)):
