@@ -1,16 +1,19 @@
-"""MXFP4 weights: every code with every scale as transformers decodes them, quantizing, bands, refusals."""
+"""MXFP4 weights: every code with every scale as transformers decodes them, quantizing, bands, products,
+refusals."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from accuracy import interpreted
+from accuracy import ROUNDING, assert_as_accurate, interpreted
 from card import gpu
 from tables import every_row, not_refused
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from lowmem_grpo.kernels import mxfp4
+from lowmem_grpo.kernels import frozen_weight, mxfp4
+from lowmem_grpo.kernels.frozen import frozen_linear
 from lowmem_grpo.kernels.mxfp4 import (
     MXFP4Weight,
     e2m1_values,
@@ -168,6 +171,22 @@ def test_what_does_not_fit_is_refused_with_what_was_got() -> None:
     assert not_refused(lambda weight: mxfp4_dequantize(weight), [(torch.zeros(4, 32), "got a Tensor")]) == []
     with pytest.raises(ValueError, match=r"expected out \(4, 96\)"):
         mxfp4_dequantize(MXFP4Weight.from_codes(**GOOD, dtype=torch.float32), torch.empty(96, 4))
+
+
+@every_row("dtype", ROUNDING)
+def test_products_and_gradients_in_bands_are_those_of_the_dequantized_weight(dtype: torch.dtype) -> None:
+    weight, x = mxfp4_quantize(random(70, 384).to(dtype)), random(9, 384).to(dtype).requires_grad_()
+
+    def products(weight: MXFP4Weight | Tensor, x: Tensor) -> list[Tensor]:
+        y = frozen_linear(x, weight)
+        return [y, *torch.autograd.grad(y, x, random(9, 70).to(x.dtype))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frozen_weight, "BAND_BYTES", 20_000)
+        found = products(weight, x)
+    exact = products(mxfp4_dequantize_ref(replace(weight, dtype=torch.float64)), x.detach().double().requires_grad_())
+    for name, *values in zip(("y", "x"), found, products(mxfp4_dequantize_ref(weight), x), exact, strict=True):
+        assert_as_accurate(name, *values, ROUNDING[dtype])
 
 
 def test_operation_passes_torchs_checks() -> None:
