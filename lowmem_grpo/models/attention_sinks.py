@@ -77,10 +77,14 @@ def fused_with_lse(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
     if takes_flash(query, key, value, mask):
         out, lse, *others = ATEN._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scaling)
         return out, lse, tuple(others[:6])
-    heads = (part.transpose(1, 2) for part in (query, key, value))
-    out, lse, *others = ATEN._efficient_attention_forward(
-        *heads, mask, None, None, None, None, 0.0, LOWER_RIGHT if is_causal else 0, True, scale=scaling)
-    return out.transpose(1, 2), lse, tuple(others)
+    if is_causal and query.shape[2] != key.shape[2]:  # only here, as torch's fake tensors lack its backward pass
+        heads = (part.transpose(1, 2) for part in (query, key, value))
+        out, lse, *others = ATEN._efficient_attention_forward(
+            *heads, None, None, None, None, None, 0.0, LOWER_RIGHT, True, scale=scaling)
+        return out.transpose(1, 2), lse, tuple(others)
+    out, lse, *others = ATEN._scaled_dot_product_efficient_attention(
+        query, key, value, mask, True, 0.0, is_causal, scale=scaling)
+    return out, lse, tuple(others)
 
 
 def fused_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, out: Tensor,
@@ -98,11 +102,16 @@ def fused_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask
             grad, query, key, value, out, lse, *most, 0.0, is_causal, seed, offset, scale=scaling)
         return grads
     seed, offset, *most = others
-    grad, query, key, value, out = (part.transpose(1, 2) for part in (grad, query, key, value, out))
-    grads = ATEN._efficient_attention_backward(
-        grad, query, key, value, mask, out, None, None, *most, lse, 0.0, seed, offset,
-        LOWER_RIGHT if is_causal else 0, False, scale=scaling)[:3]
-    return tuple(part.transpose(1, 2) for part in grads)
+    if most:  # of the last Q of L tokens
+        grad, query, key, value, out = (part.transpose(1, 2) for part in (grad, query, key, value, out))
+        grads = ATEN._efficient_attention_backward(
+            grad, query, key, value, None, out, None, None, *most, lse, 0.0, seed, offset, LOWER_RIGHT, False,
+            scale=scaling)[:3]
+        return tuple(part.transpose(1, 2) for part in grads)
+    grads = ATEN._scaled_dot_product_efficient_attention_backward(
+        grad, query, key, value, mask, out, lse, seed, offset, 0.0, [True, True, True, False], is_causal,
+        scale=scaling)[:3]
+    return grads
 
 
 def takes_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

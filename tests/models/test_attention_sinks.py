@@ -245,6 +245,11 @@ def test_dropout_and_sinks_that_are_trained_are_refused() -> None:
     ("_scaled_dot_product_flash_attention_backward",
      "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed "
      "philox_offset scale", 3),
+    ("_scaled_dot_product_efficient_attention",
+     "query key value attn_bias compute_log_sumexp dropout_p is_causal scale", 4),
+    ("_scaled_dot_product_efficient_attention_backward",
+     "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset dropout_p grad_input_mask is_causal "
+     "scale", 4),
     ("_efficient_attention_forward",
      "query key value bias cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p custom_mask_type "
      "compute_log_sumexp scale seqlen_k window_size", 6),
