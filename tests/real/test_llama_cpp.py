@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from gpt_oss import gpt_oss_config, gpt_oss_model, store_in_mxfp4
 from llama_quantizer import llama_quantizer
 from published_model import published_model
 from safetensors.torch import load_file
+from small_models import scatter
+from transformers import AutoTokenizer
 
 from bench.llama_cpp import Answers, LlamaCpp, answers
 from lowmem_grpo import FastLanguageModel, SFTConfig, SFTTrainer, add_new_tokens
@@ -60,6 +63,26 @@ def test_llama_cpp_reads_and_says_a_new_token_as_the_loaded_model_does(
     assert LlamaCpp(file).ask("/tokenize", content="a<new>b", parse_special=True)["tokens"] == tokenizer.encode(
         "a<new>b", add_special_tokens=False)
     check(said, "new token", {"f16": file}, record_property)
+
+
+def test_llama_cpp_chooses_the_tokens_of_gpt_oss_with_lora_on_all_experts(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Its weights are random, and only its tokenizer is a published model's, which the converter knows."""
+    tokenizer = AutoTokenizer.from_pretrained(published_model().folder)
+    yarn = gpt_oss_config().rope_parameters | {"truncate": True}  # as llama.cpp computes it for any model
+    base = gpt_oss_model(vocab_size=len(tokenizer), experts=8, rope_parameters=yarn, pad_token_id=0,
+                         eos_token_id=tokenizer.eos_token_id)
+    base.to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    store_in_mxfp4(tmp_path / "base")
+    model, tokenizer = FastLanguageModel.from_pretrained(str(tmp_path / "base"), 256, torch.float32)
+    model = FastLanguageModel.get_peft_model(model, r=3, use_gradient_checkpointing=False, target_modules=[
+        "q_proj", "o_proj", "gate_up_proj", "down_proj"])
+    said = answers(scatter(model, 0.1, of="lora_"), tokenizer)
+    found = said.measure(written(model, tmp_path / "out", "f16")["f16"])
+    record_property("printed", f"llama.cpp, gpt-oss, f16: {found}")
+    assert found["equal_tokens"] >= 0.9 and found["widest_gap"] <= 0.5, found  # a token may go to another expert
 
 
 def written(model: Any, folder: Path, *kinds: str) -> dict[str, Path]:

@@ -3,6 +3,8 @@
 Everything is written into a temporary folder, read back and compared. Only then does the folder get its name.
 """
 
+import json
+import logging
 import math
 import re
 import shutil
@@ -56,9 +58,12 @@ from lowmem_grpo.runs.saved_adapter import (
 )
 from lowmem_grpo.utils import PATH, is_gguf
 
+logger = logging.getLogger(__name__)
 FORMATS = ("adapter", "merged", "merged_4bit", "merged_mxfp4", "gguf")
 COMPUTED = ("float32", *DTYPES)  # compute dtypes of a run
 ADAPTER_FILES = (ADAPTER_FILE, "adapter_config.json", BASE_FILE, NEW_ROWS, CARD, "generation_config.json", *OF_IMAGES)
+YARN = ("llama.cpp rounds the two bounds of YaRN's ramp to whole dimensions, and this model's config says not to "
+        "(truncate: false), which no GGUF file can say: some dimensions of heads turn at other speeds than in training")
 NO_GGUF = ("a model of images is not written as GGUF: llama.cpp reads its tower from a second file. Export it as "
            "merged, and call llama.cpp's convert_hf_to_gguf.py on that folder, once as it is and once with --mmproj")
 
@@ -228,6 +233,7 @@ def save_gguf(model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp
 
 def convert_merged(converter: gguf.Converter, merged: Path, kinds: list[str], done: Exported) -> None:
     """Convert a merged model to a GGUF file per kind beside it, then delete it. ExportError if a file lacks weights."""
+    warn_of_yarn(merged)
     name, wanted = Path(str(done.base)).name.lower() or "model", matrix_elements(merged)
     for kind in kinds:
         content = converter.convert(merged, merged.parent / f"{name}-{kind}.gguf", kind)
@@ -236,6 +242,13 @@ def convert_merged(converter: gguf.Converter, merged: Path, kinds: list[str], do
                               f"{wanted:,}")
         done.checks |= {"gguf_architecture": content.architecture, "gguf_tensors": len(content.shapes)}
     shutil.rmtree(merged)
+
+
+def warn_of_yarn(folder: Path) -> None:
+    """Warn if llama.cpp computes other RoPE frequencies than transformers does for the model in a folder."""
+    rope = json.loads((folder / "config.json").read_text("utf-8")).get("rope_parameters") or {}
+    if rope.get("rope_type") == "yarn" and rope.get("truncate") is False:
+        logger.warning("%s", YARN)
 
 
 def settled(record: BaseRecord, settings: ExportSettings, folder: Path) -> BaseRecord:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.fast_model import FastPeftModel, adapter_for
 from lowmem_grpo.models.export.folder import ExportError
+from lowmem_grpo.models.export.formats import warn_of_yarn
 from lowmem_grpo.models.export.merge import MergeError, check_merged, read_pairs, write_merged
 from lowmem_grpo.models.export.stored_weights import stored_weights, tensor_files
 from lowmem_grpo.runs.saved_adapter import AdapterError
@@ -192,6 +193,11 @@ def test_what_gpt_oss_and_other_families_are_not_written_as_is_refused_by_name(
     tiny, _ = FastLanguageModel.from_pretrained("tiny", max_seq_length=128, load_in_4bit=False)
     with pytest.raises(ExportError, match="only gpt-oss is stored so"):
         tiny.save_pretrained_merged(tmp_path / "out", save_method="mxfp4")
+
+
+def test_other_frequencies_of_llama_cpp_are_told(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_yarn(base)
+    assert caplog.text.count("llama.cpp rounds the two bounds of YaRN's ramp") == 1
 
 
 def test_a_scale_that_is_nan_is_refused_with_the_tensors_name(tmp_path: Path) -> None:
