@@ -4,17 +4,18 @@
 
 FOLDER holds notebooks as their authors publish them. Each runs in a process and a temporary folder of its own.
 `changed` counts what is replaced: install and import lines, and assertions about versions (`imports`); the `model`, by
-the one in the package (Qwen-VL, by the one that reads images), names of layers that only the replaced one has, by its
-most similar ones, and the turns of its chat template; the `dataset`, by made rows with the same columns; the number of
-`steps`, by two. `device`: without a card, requests for one become requests for the CPU. `login`: there is no login to
-the hub, to wandb or to trackio, nothing is shown or uploaded there, and what was uploaded, under the author's name or a
-placeholder such as <your-model-id>, is read from this machine, with the small model's tokenizer if none was uploaded.
-`length`: the small model has a token for each byte, so `max_length` of SFTConfig and `max_model_len` of vLLM's own LLM
-are four times as long. It knows <think> and </think>, as many of the replaced models do. If a notebook stops, the
-verdict says in which cell (from 0) and why. Other files of FOLDER are copied beside each notebook, in place of those
-that it downloads. `reason`: the notebook runs, the package refuses it by name (and for which wish), or whose error it
-was. `beside_lora`: the largest change of the values of an embedding or a head that a notebook trains beside LoRA; a
-notebook whose named embedding or head kept its values does not count as running.
+the one in the package (Qwen-VL, by the one that reads images; gpt-oss, by a small random one in MXFP4), names of layers
+that only the replaced one has, by its most similar ones, and the turns of its chat template; the `dataset`, by made
+rows with the same columns; the number of `steps`, by two. `device`: without a card, requests for one become requests
+for the CPU. `login`: there is no login to the hub, to wandb or to trackio, nothing is shown or uploaded there, and what
+was uploaded, under the author's name or a placeholder such as <your-model-id>, is read from this machine, with the
+small model's tokenizer if none was uploaded. `length`: the small model has a token for each byte, so `max_length` of
+SFTConfig and `max_model_len` of vLLM's own LLM are four times as long; for gpt-oss, whose template writes much of its
+own, also `max_seq_length` and `max_prompt_length`. It knows <think> and </think>, as many of the replaced models do. If
+a notebook stops, the verdict says in which cell (from 0) and why. Other files of FOLDER are copied beside each
+notebook, in place of those that it downloads. `reason`: the notebook runs, the package refuses it by name (and for
+which wish), or whose error it was. `beside_lora`: the largest change of the values of an embedding or a head that a
+notebook trains beside LoRA; a notebook whose named embedding or head kept its values does not count as running.
 """
 
 import ast
@@ -54,6 +55,9 @@ UPLOAD = "__import__('bench.notebooks', fromlist=['upload']).upload({}, {}, {!r}
 THINKING = ("<think>", "</think>")
 BYTES = 4  # of a token of the replaced models
 LENGTHS = (("SFTConfig", "max_length"), ("LLM", "max_model_len"))  # the second one is vLLM's
+OF_GPT_OSS = (("from_pretrained", "max_seq_length"), ("GRPOConfig", "max_prompt_length"))
+STRETCHED = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+             "truncate": False, "original_max_position_embeddings": 128}  # positions of the small gpt-oss: to 4,096
 PARTS = {"instruction_part": "<|im_start|>user\n", "response_part": "<|im_start|>assistant\n"}  # of the small model
 LAYERS = {  # of a replaced model: the most similar layer of the small one
     **dict.fromkeys(("in_proj", "c_attn"), "q_proj"), **dict.fromkeys(("out_proj", "c_proj"), "o_proj"),
@@ -61,11 +65,10 @@ LAYERS = {  # of a replaced model: the most similar layer of the small one
     **dict.fromkeys(("w3", "fc1", "gate_up_proj", "shared_mlp.input_linear"), "up_proj"),
 }
 QWEN_VL = re.compile(r"(?i)qwen(2[._]5|3)[-_]VL")  # models of images that load here
-GPT_OSS = "gpt-oss"
+GPT_OSS = re.compile(r"(?i)gpt.oss")
 FAMILIES = (  # of models that the package refuses by name (docs/families.md), by the model's name
-    (GPT_OSS, "(?i)gpt.oss"),
     ("the model's family", "(?i)gemma-?2[-_]|LFM2|Falcon.H1|granite-4.0-h|Nemotron-3|Qwen3.[56]-35B|ERNIE-4.5-21B|"
-                           "gemma-4-26B"))
+                           "gemma-4-26B"),)
 NAMED = re.compile(r"(Unsupported|Value|Data|Preflight|Sandbox|EngineUnavailable|GGUF|Merge|ToolForm)Error|"
                    "TypeError: .*has no option")  # errors that say what to do
 WISHES = (  # what would have to be there, and words of the refusal
@@ -85,9 +88,9 @@ COLUMNS = ("notebook", "steps", "cells", "changed", "time", "verdict")
 class NotebookChanges(public.Changes):
     """The changes to a notebook; `model` is the small model to use instead of its own."""
 
-    def __init__(self, model: str, has_card: bool, of_images: str = "") -> None:
+    def __init__(self, model: str, has_card: bool, of_images: str = "", gpt_oss: str = "") -> None:
         super().__init__()
-        self.model, self.has_card, self.of_images = model, has_card, of_images or model
+        self.model, self.has_card, self.of_images, self.gpt_oss = model, has_card, of_images or model, gpt_oss or model
         self.folders: set[str] = set()  # that were named so far
         self.models: list[str] = []  # that were replaced
         self.beside: set[str] = set()  # of embedding and head: those that are to be trained beside LoRA
@@ -123,7 +126,9 @@ class NotebookChanges(public.Changes):
 
     def rename(self, constant: ast.Constant) -> None:
         self.models.append(str(constant.value))
-        constant.value = self.of_images if QWEN_VL.search(str(constant.value)) else self.model
+        name = str(constant.value)
+        constant.value = (self.of_images if QWEN_VL.search(name) else self.gpt_oss if GPT_OSS.search(name)
+                          else self.model)
         self.counts["model"] += 1
 
     def visit_Call(self, node: ast.Call) -> Any:  # noqa: N802
@@ -147,6 +152,8 @@ class NotebookChanges(public.Changes):
                 if keyword.arg in OFFLINE and not says_none(keyword.value):
                     keyword.value = self.expression("login", OFFLINE[keyword.arg])
         for keyword in node.keywords:
+            if (public.called(node), keyword.arg) in OF_GPT_OSS and any(map(GPT_OSS.search, self.models)):
+                keyword.value = self.expression("length", f"{BYTES} * ({ast.unparse(keyword.value)})")
             match keyword.value:
                 case ast.Constant(value=int(length)) if (public.called(node), keyword.arg) in LENGTHS:
                     keyword.value = self.expression("length", str(BYTES * length))
@@ -390,7 +397,7 @@ def reason(row: public.Row) -> str:
     error, place = str(row.get("error", "")), str(row.get("raised_in", ""))
     models = " ".join([*row.get("models", ()), str(row.get("notebook"))])
     family = next((wish for wish, names in FAMILIES if re.search(names, models)), "")
-    if family == GPT_OSS or (family and public.ran(row)):
+    if family and public.ran(row):
         return f"refused: {family}"
     if public.ran(row):
         return "runs"
@@ -424,7 +431,8 @@ def run(notebook: str, folder: str) -> public.Row:
         if beside.is_file() and beside.suffix != ".ipynb":
             shutil.copy(beside, folder)
     changes = NotebookChanges(small_model(Path(folder, "tiny")), torch.cuda.is_available(),
-                              public.long_copy("tiny-shapes", Path(folder, "shapes")))
+                              public.long_copy("tiny-shapes", Path(folder, "shapes")),
+                              small_gpt_oss(Path(folder, "gpt-oss")) if any(map(GPT_OSS.search, sources)) else "")
     changes.own_template = not any("get_chat_template(" in source for source in sources)
     texts = [changes.rewrite(source) for source in sources]
     script = "\n\n".join(f"# %% [{place}]\n{text}" for place, text in enumerate(texts))
@@ -438,7 +446,7 @@ def run(notebook: str, folder: str) -> public.Row:
         found = {"error": f"to be trained beside LoRA, and unchanged: {beside}", "raised_in": "lowmem_grpo"}
     row = {"steps": [trainer.state.global_step for trainer in trainers.values()], **found, "cells": len(texts),
            "seconds": round(time.perf_counter() - began, 1), "changes": dict(changes.counts),
-           "models": sorted({*changes.models} - {changes.model, changes.of_images}),
+           "models": sorted({*changes.models} - {changes.model, changes.of_images, changes.gpt_oss}),
            "asks": next((wish for wish, words in ASKS if any(map(words.search, sources))), ""),
            **({"beside_lora": beside} if beside else {})}
     return row | {"reason": reason(row)}
@@ -466,6 +474,13 @@ def small_model(folder: Path) -> str:
     tokenizer.add_tokens(list(THINKING))
     tokenizer.save_pretrained(path)
     return path
+
+
+def small_gpt_oss(folder: Path) -> str:
+    """Return the path of a small random gpt-oss, with experts in MXFP4 and a token for each byte."""
+    from tests.support.gpt_oss import gpt_oss_folder
+
+    return str(gpt_oss_folder(folder, experts=8, max_position_embeddings=4096, rope_parameters=STRETCHED))
 
 
 def shown(row: public.Row) -> list[str]:

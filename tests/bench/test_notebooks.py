@@ -119,6 +119,18 @@ def test_nothing_else_is_changed(cell: str) -> None:
     assert (changes.rewrite(cell), changes.counts) == (cell, {})
 
 
+def test_gpt_oss_is_replaced_by_a_small_gpt_oss_whose_lengths_count_bytes() -> None:
+    changes = NotebookChanges("small", has_card=True, gpt_oss="oss")
+    assert changes.rewrite("GRPOConfig(max_prompt_length=9, max_steps=1)") == (
+        "GRPOConfig(max_prompt_length=9, max_steps=2)")
+    assert changes.rewrite("F.from_pretrained('unsloth/gpt-oss-20b', max_seq_length=most)") == (
+        "F.from_pretrained('oss', max_seq_length=4 * most)")
+    assert changes.rewrite("GRPOConfig(max_prompt_length=a + 1, max_steps=1)") == (
+        "GRPOConfig(max_prompt_length=4 * (a + 1), max_steps=2)")
+    assert changes.counts == {"model": 1, "length": 2, "steps": 2} and changes.models == ["unsloth/gpt-oss-20b"]
+    assert changes.rewrite("F.from_pretrained('unsloth/Qwen3-4B')") == "F.from_pretrained('small')"
+
+
 def test_on_a_card_the_device_stays() -> None:
     changes = NotebookChanges("small", has_card=True)
     assert (changes.rewrite("f(x).to('cuda')"), changes.counts) == ("f(x).to('cuda')", {})
@@ -138,8 +150,8 @@ OURS = {"steps": [], "raised_in": "lowmem_grpo.loader"}
 
 @every_row(("row", "expected"), [
     ({"steps": [2]}, "runs"), ({"steps": []}, "trains nothing"), ({"steps": [0]}, "trains nothing"),
-    ({"steps": [2], "models": ["unsloth/gpt-oss-20b"]}, "refused: gpt-oss"),
-    (OURS | {"error": "ValueError: a", "models": ["unsloth/gpt-oss-20b"]}, "refused: gpt-oss"),
+    ({"steps": [2], "models": ["unsloth/gpt-oss-20b"]}, "runs"),
+    (OURS | {"error": "ValueError: a", "models": ["unsloth/gpt-oss-20b"]}, "refused: other"),
     ({"steps": [2], "models": ["LiquidAI/LFM2.5-1.2B"]}, "refused: the model's family"),
     (OURS | {"error": "UnsupportedError: images and sounds are not supported"}, "refused: images"),
     (OURS | {"error": "UnsupportedError: There is no trainer on preferences here"}, "refused: preferences"),
