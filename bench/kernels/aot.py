@@ -1,9 +1,9 @@
 """Compile one kernel for one chip without a GPU, and measure the result: registers, spills, shared memory, bytes, and
-instructions of its longest loop.
+where it is asked for, instructions of its longest loop.
 
-Registers and stack come from `cuobjdump`, loops from `nvdisasm`; both are part of Triton. A stack need not be a spill
-(a local array needs one too), so a kernel with a stack is compiled again with the assembler's log, which counts spilled
-bytes exactly.
+Registers and stack come from `cuobjdump`, loops from `nvdisasm`, which takes as long as the compiler; both are part of
+Triton. A stack need not be a spill (a local array needs one too), so a kernel with a stack is compiled again with the
+assembler's log, which counts spilled bytes exactly.
 """
 
 import contextlib
@@ -43,7 +43,6 @@ class Weight:
     shared_bytes: int = 0  # per block
     tensor_memory: int = 0  # columns
     cubin_bytes: int = 0
-    loop: int = 0  # instructions of the longest loop, 0 if there is none
     seconds: float = field(default=0.0, compare=False)
     error: str | None = None
 
@@ -122,7 +121,6 @@ def compiled(variant: Variant, chip: int, hints: str) -> Weight:
     used = resources(kernel.asm["cubin"])
     return Weight(
         registers=used["REG"], stack_bytes=used["STACK"], cubin_bytes=len(kernel.asm["cubin"]),
-        loop=longest_loop(read(kernel.asm["cubin"], "nvdisasm", "-c")),
         spill_bytes=spilled(variant, chip, hints) if used["STACK"] else 0, shared_bytes=kernel.metadata.shared,
         tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
     )
@@ -149,8 +147,9 @@ def read(cubin: bytes, tool: str, option: str) -> str:
         return subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def longest_loop(listing: str) -> int:
-    """Return the most instructions between a label and a branch back to it."""
+def longest_loop(variant: Variant, chip: int, hints: str) -> int:
+    """Compile a variant, and return the most instructions between a label and a branch back to it; 0 without a loop."""
+    listing = read(build(variant, chip, hints).asm["cubin"], "nvdisasm", "-c")
     places: dict[str, int] = {}
     count = longest = 0
     for label, branch in re.findall(r"^(\.L_\w+):|^\s+/\*[0-9a-f]{4,}\*/\s+([^;]+);", listing, re.MULTILINE):
