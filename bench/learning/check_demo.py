@@ -1,7 +1,7 @@
-"""Check the files and the accuracy of a finished run of the embedded model (`arithmetic` or `proximity`), with plain
+"""Check the files and the accuracy of finished runs of the embedded model (`arithmetic` or `proximity`), with plain
 transformers and peft instead of our own code.
 
-    python -m bench.learning.check_demo runs/arithmetic
+    python -m bench.learning.check_demo runs/arithmetic [RUN ...]
 """
 
 import json
@@ -39,7 +39,12 @@ def plain_accuracy(run: Path, seed: int, problems: int) -> float:
 
 
 def main() -> None:
-    run = Path(sys.argv[1])
+    assert sys.argv[1:], __doc__
+    for run in sys.argv[1:]:
+        check(Path(run))
+
+
+def check(run: Path) -> None:
     missing = [name for name in FILES if not (run / name).is_file()]
     assert not missing, f"{run} lacks {missing}"
     summary = json.loads((run / "summary.json").read_text())
