@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,11 @@ def test_copies_of_a_trained_head_would_be_missing_on_the_host_and_in_the_sum_of
         found(modules_to_save=("wte",))
 
 
+@cache
+def without_teacher(tokens: int) -> weigh.Weighed:
+    return weigh.weigh(shallow(named_config(LLAMA), 3), [tokens])
+
+
 TAUGHT = {"sampled_token": (0.5, {}), "full_logits": (0.5, {}), "full_logits alone": (1.0, {}),
           "topk_logits": (0.5, {"distillation_topk": 100})}
 
@@ -229,7 +235,7 @@ def test_a_teacher_would_raise_the_peak_of_training(name: str) -> None:
     """With few layers: a teacher would add as much to all of them, and more in proportion."""
     config, tokens, (weight, changes) = shallow(named_config(LLAMA), 3), 20480, TAUGHT[name]
     settings = {"teacher": "base", "distillation_mode": name.split()[0], "distillation_weight": weight, **changes}
-    alone, taught = weigh.weigh(config, [tokens]), weigh.weigh(config, [tokens], teacher=settings)
+    alone, taught = without_teacher(tokens), weigh.weigh(config, [tokens], teacher=settings)
     assert taught.device <= 1.01 * alone.device  # hidden states that stay on the card would be 1.04
     if weight == 1:  # else the loss of the rewards keeps as much beside it
         hidden = 2 * config["hidden_size"] * (tokens - weigh.PROMPT)
