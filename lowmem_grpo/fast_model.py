@@ -19,7 +19,7 @@ from lowmem_grpo.engines.base import Engine
 from lowmem_grpo.engines.choice import EngineChoice, EngineKeeper
 from lowmem_grpo.engines.decoding import converse
 from lowmem_grpo.engines.request_output import LoraRequest, OutputProcessor, RequestOutput, as_request
-from lowmem_grpo.memory.layer_forms import FP8, MXFP4, NVFP4
+from lowmem_grpo.memory.layer_forms import FP8, NVFP4
 from lowmem_grpo.memory.offload.activations import AUTO, checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs
 from lowmem_grpo.models.experts import ExpertStack
@@ -259,7 +259,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         weight = getattr(embedding, "original_module", embedding).weight
         dtype = weight.dtype if held is None else held.weight.quant_state.dtype
         rows = None if len(weight) == (self.loaded.vocabulary or len(weight)) else len(weight)
-        four_bit = held is not None or form_of(base) in (MXFP4, NVFP4)
+        four_bit = held is not None or form_of(base) == NVFP4
         return BaseRecord(self.loaded.name, four_bit, str(dtype).removeprefix("torch."), self.loaded.revision, in_fp8,
                           self.loaded.sha256, rows)
 

@@ -42,31 +42,43 @@ class ExpertsNF4Config(BitsAndBytesConfig):
 
 @register_quantizer(NAME)
 class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
-    """The quantizer that transformers calls while loading: bitsandbytes' for linear layers, ours for experts."""
+    """The quantizer that transformers calls while loading: bitsandbytes' for linear layers, ours for experts. Experts
+    that are stored in MXFP4 stay so."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, device_map: Any = None,
                                              **kwargs: Any) -> None:
         """Put our blocks in place, on the meta device. ValueError if an expert's size is not a multiple of the scale
         block, or an expert is not in the checkpoint."""
         super()._process_model_before_weight_loading(model, device_map, **kwargs)
-        use_routed_blocks(model)
+        files = kwargs.get("checkpoint_files")
         self.stacked = experts_in_mxfp4(model.config)
+        self.packed = self.stacked and any(name.endswith("_blocks") for name, _ in headers(files or (), "experts"))
+        if self.packed:
+            use_packed_stacks(model, self.quantization_config.bnb_4bit_compute_dtype)
+            return
+        use_routed_blocks(model)
         for stack in expert_stacks(model):
             if stack.rows * stack.columns % BLOCK:
                 raise ValueError(f"an expert's matrix is {stack.rows} x {stack.columns}, which does not end with a "
                                  f"block of {BLOCK} weights: in 4 bits two experts would share a scale. Load the model "
                                  "with load_in_4bit=False")
-        if kwargs.get("checkpoint_files") is not None and not self.stacked:
-            check_stored(model, kwargs["checkpoint_files"])  # a GGUF file holds all experts of a layer in one tensor
+        if files is not None and not self.stacked:
+            check_stored(model, files)  # a GGUF file holds all experts of a layer in one tensor
 
     def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
         """Replace transformers' conversions for experts, which merge them into one 16-bit tensor, by ours."""
         kept = [conversion for conversion in weight_conversions if not (
             isinstance(conversion, WeightConverter) and "experts" in " ".join(conversion.target_patterns))]
+        if self.packed:
+            return [*kept, *packed_names(), *self.get_weight_conversions()]
         ours = [WeightConverter([rf"mlp.experts.{name}$"] if self.stacked else
                                 [f"mlp.experts.*.{part}.weight" for part in parts], f"mlp.experts.{name}.weight",
                                 operations=[QuantizeExperts()]) for name, parts in STACKS.items()]
         return [*kept, *ours, *self.get_weight_conversions()]
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        check_packed(model)
+        return super()._process_model_after_weight_loading(model, **kwargs)
 
 
 def check_stored(model: PreTrainedModel, files: Any) -> None:
@@ -124,27 +136,40 @@ class ExpertsMXFP4Quantizer(HfQuantizer):
         return False
 
     def get_weight_conversions(self) -> list[Any]:
-        return [WeightRenaming(rf"mlp.experts.{name}_{part}$", f"mlp.experts.{name}.{part}")
-                for name in STACKS for part in ("blocks", "scales")]
+        return packed_names()
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Put our blocks in place, on the meta device; ValueError if a row of an expert ends within a block of 32."""
-        dtype = getattr(torch, self.quantization_config.compute_dtype)
-        with torch.device("meta"):
-            use_routed_blocks(model, lambda weight: PackedStack(weight.shape, dtype))
-        for stack in expert_stacks(model):
-            if stack.columns % PACKED_BLOCK:
-                raise ValueError(f"an expert's rows have {stack.columns} weights, which do not end with a block of "
-                                 f"{PACKED_BLOCK}; {DAMAGED}")
+        use_packed_stacks(model, getattr(torch, self.quantization_config.compute_dtype))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        for path, stack in model.named_modules():
-            if isinstance(stack, PackedStack):
-                try:
-                    stack.check()
-                except ValueError as error:
-                    raise ValueError(f"{path} is stored in MXFP4, and {error}; {DAMAGED}") from error
+        check_packed(model)
         return model
+
+
+def packed_names() -> list[WeightRenaming]:
+    """Return the new names of the tensors of stacks in MXFP4."""
+    return [WeightRenaming(rf"mlp.experts.{name}_{part}$", f"mlp.experts.{name}.{part}")
+            for name in STACKS for part in ("blocks", "scales")]
+
+
+def use_packed_stacks(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Put our blocks in place, on the meta device; ValueError if a row of an expert ends within a block of 32."""
+    with torch.device("meta"):
+        use_routed_blocks(model, lambda weight: PackedStack(weight.shape, dtype))
+    for stack in expert_stacks(model):
+        if stack.columns % PACKED_BLOCK:
+            raise ValueError(f"an expert's rows have {stack.columns} weights, which do not end with a block of "
+                             f"{PACKED_BLOCK}; {DAMAGED}")
+
+
+def check_packed(model: PreTrainedModel) -> None:
+    """Raise ValueError, with its name, for a stack in MXFP4 that is damaged."""
+    for path, stack in model.named_modules():
+        if isinstance(stack, PackedStack):
+            try:
+                stack.check()
+            except ValueError as error:
+                raise ValueError(f"{path} is stored in MXFP4, and {error}; {DAMAGED}") from error
 
 
 def quantized_stack(parts: list[list[Tensor]], experts: int) -> Params4bit:

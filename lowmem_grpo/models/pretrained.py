@@ -129,8 +129,10 @@ class Pretrained:
         return with_ids(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options))
 
     def form(self, asked: str) -> str:
-        """Return the form of the weights: a quantized checkpoint's own, else `asked`; ValueError if unsupported."""
-        return stored_form(self.config(), self.name) or asked
+        """Return the form of weights: a quantized checkpoint's own, else `asked`, as where it has only its experts in
+        MXFP4 and others are asked for in NF4; ValueError if unsupported."""
+        stored = stored_form(self.config(), self.name)
+        return asked if stored is None or (stored == MXFP4 and asked == NF4) else stored
 
     @contextmanager
     def naming_the_model(self) -> Iterator[None]:
@@ -248,13 +250,15 @@ def quantization(config: Any, stored: str | None, form: str, dtype: torch.dtype,
                  names: dict[str, str] | None = None) -> dict[str, Any]:
     """Return the quantization arguments for from_pretrained; {} for a checkpoint that is stored in NF4, FP8, NVFP4 or
     (its experts) MXFP4, or is to stay in 16 bits. The config of one that is not in NF4 gets our quantizer."""
-    if stored == MXFP4:
+    if stored == MXFP4 and form != NF4:
         keep_packed(config, dtype)
         return {}
+    if stored == MXFP4:
+        del config.quantization_config  # of the experts alone, which our quantizer keeps as they are
     if stored in (FP8, NVFP4):
         keep_stored(config, dtype, names, FP8Config if stored == FP8 else NVFP4Config)
         return {}
-    if stored == NF4 or form == BITS_16:
+    if stored == NF4 or (stored is None and form == BITS_16):
         return {}  # not None, which would override the config of a checkpoint in NF4
     if form != NF4:
         return {"quantization_config": to_quantize(form, dtype)}
@@ -267,7 +271,8 @@ def say_stored(name: str, stored: str, form: str) -> None:
         logger.warning("%s is stored in FP8: its weights are used as they are, at one byte each, and not in 4 bits. "
                        "For 4 bits take its checkpoint in 16 bits", name)
     elif stored == MXFP4:
-        logger.info("the experts of %s are stored in MXFP4 and used as they are; other weights are in 16 bits", name)
+        logger.info("the experts of %s are stored in MXFP4 and used as they are; its other linear layers are %s", name,
+                    "quantized to NF4 (load_in_4bit=False: in 16 bits)" if form == NF4 else "in 16 bits")
     else:
         logger.info("%s is stored in %s: its weights are used as they are", name, STORED[stored])
 

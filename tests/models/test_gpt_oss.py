@@ -14,6 +14,7 @@ from small_models import scatter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
 from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.kernels.nf4 import NF4Weight, nf4_dequantize
 from lowmem_grpo.memory import cutting
 from lowmem_grpo.models.policy import Policy
 
@@ -28,8 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gpt_oss_folder(tmp_path_factory.mktemp("gpt_oss"))
 
 
-def adapted(folder: Path, targets: Any = NAMED, **options: Any) -> tuple[Any, Any]:
-    model, tokenizer = FastLanguageModel.from_pretrained(str(folder), max_seq_length=512, dtype=torch.float32)
+def adapted(folder: Path, targets: Any = NAMED, four_bit: bool = False, **options: Any) -> tuple[Any, Any]:
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(folder), max_seq_length=512, dtype=torch.float32, load_in_4bit=four_bit)
     model = FastLanguageModel.get_peft_model(
         model, r=3, target_modules=targets, **{"use_gradient_checkpointing": False, **options})
     return scatter(model, 0.1, of="lora_"), tokenizer
@@ -49,6 +51,15 @@ def twin(ours: Any, folder: Path) -> Any:
     return plain
 
 
+def decoded_in_place(twin: Any, ours: Any) -> Any:
+    """The same model, its linear layers with the values of ours in NF4."""
+    for name, module in ours.named_modules():
+        if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
+            weight = nf4_dequantize(NF4Weight.from_bitsandbytes(module.weight))
+            twin.get_submodule(name).weight.data = weight
+    return twin
+
+
 def in_our_names(learned: Any) -> Any:
     logprobs, gradients = learned
     return logprobs, {name.replace("experts.base_layer.lora", "experts.gate_up_proj.lora").replace(
@@ -66,6 +77,15 @@ def test_packed_logprobs_and_every_lora_gradient_are_those_of_plain_transformers
     ours, theirs = learned(Policy(model), batch), in_our_names(learned_alone(twin(model, folder), batch))
     assert sum("experts" in name for name in theirs[1]) == 8
     assert_alike(ours, theirs)
+
+
+def test_in_4_bits_attention_is_in_nf4_and_experts_are_as_they_are_stored(folder: Path) -> None:
+    model, _ = adapted(folder, four_bit=True)
+    batch = batch_of(GROUPS)
+    plain = decoded_in_place(twin(model, folder), model)
+    assert not torch.equal(plain.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight,
+                           plain_gpt_oss(folder).model.layers[0].self_attn.q_proj.weight)
+    assert_alike(learned(Policy(model), batch), in_our_names(learned_alone(plain, batch)))
 
 
 def test_our_engine_samples_with_the_trainers_logprobs_with_lora_on_experts(folder: Path) -> None:

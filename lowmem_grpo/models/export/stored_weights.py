@@ -195,7 +195,7 @@ def stored_weights(folder: Path, config: Any, form: str, dtype: torch.dtype, dev
     beside = {*in_fp8.values(), *(name for name in whole if (in_fp8 or in_nvfp4) and name.endswith(OF_ACTIVATIONS)),
               *(f"{name}{part}" for name in in_mxfp4 for part in (CODES, SCALES)),
               *(f"{name.removesuffix(PACKED)}{part}" for name in in_nvfp4 for part in PARTS_IN_NVFP4[1:])}
-    quantized = form == BITS_16 or in_4_bit or in_fp8 or in_mxfp4 or in_nvfp4
+    quantized = form == BITS_16 or in_4_bit or in_fp8 or (in_mxfp4 and form != NF4) or in_nvfp4
     modules = set() if quantized else linears_to_quantize(config, dtype)
     names = names or (STORED_VISION if config is not None and reads_images(config) else {})
     stack = lru_cache(len(STACKS))(files.expert_stack)  # keeps the last stacks, those of one layer

@@ -34,7 +34,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=512, dtype=torch.float32, **options)
+    model, _ = FastLanguageModel.from_pretrained(
+        str(folder), max_seq_length=512, dtype=torch.float32, **({"load_in_4bit": False} | options))
     return model
 
 
@@ -91,7 +92,7 @@ def test_we_compute_with_pefts_adapter_what_peft_computes_and_save_it_with_the_s
     base: Path, model: FastPeftModel, tmp_path: Path
 ) -> None:
     wanted = logits_of(adapted_by_peft(base, tmp_path / "theirs"))
-    loaded, _ = FastLanguageModel.from_pretrained(str(tmp_path / "theirs"), max_seq_length=512, dtype=torch.float32)
+    loaded = load(tmp_path / "theirs")
     assert (logits_of(loaded) - wanted).abs().max() < 1e-4
     with adapter_for(model, model.load_lora(tmp_path / "theirs")):
         assert (logits_of(model) - wanted).abs().max() < 1e-4
@@ -134,12 +135,12 @@ def test_a_merge_has_the_lora_of_all_experts_that_peft_merges(base: Path, tmp_pa
             write_merged(out, [weight for weight in weights if missing not in weight.name], pairs, torch.bfloat16)
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "16bit", "nf4"])
+@pytest.mark.parametrize("form", ["mxfp4", "16bit", "nf4", "mxfp4 beside nf4"])
 def test_plain_transformers_computes_with_a_merged_model_what_was_trained(
     form: str, base: Path, tmp_path: Path
 ) -> None:
-    folder = base if form == "mxfp4" else gpt_oss_folder(tmp_path / "base", "16bit", experts=4)
-    model = adapted(folder, load_in_4bit=form == "nf4")
+    folder = base if "mxfp4" in form else gpt_oss_folder(tmp_path / "base", "16bit", experts=4)
+    model = adapted(folder, load_in_4bit="nf4" in form)
     model.save_lora(tmp_path / "adapter")
     model.save_pretrained_merged(tmp_path / "live")
     done = export_command(tmp_path / "adapter", "--out", tmp_path / "files")
