@@ -73,9 +73,9 @@ sample Qwen3-MoE, but no other MoE model.
 | `load_in_4bit=False` (16 bits) | loads | loads | loads with transformers' experts, without a memory plan |
 | checkpoint stored in 4 bits or FP8 | refused | refused, unless in MXFP4 | refused |
 
-Of a refused checkpoint, use the one in 16 bits. The published gpt-oss has its experts in MXFP4. With any of these
-settings, they stay as they are stored, and other weights are in 16 bits. A checkpoint of gpt-oss in 16 bits loads as
-the table says.
+Of a refused checkpoint, use the one in 16 bits. The published gpt-oss has its experts in MXFP4, which stay as they are
+stored. `load_in_4bit=True` (the default) holds its attention in NF4 beside them, `load_in_4bit=False` in 16 bits as it
+is stored, and `load_in_fp8` is refused. A checkpoint of gpt-oss in 16 bits loads as the table says.
 
 ### Qwen3-30B-A3B on 24 GiB
 
@@ -94,18 +94,20 @@ lowmem-grpo plan --model openai/gpt-oss-20b --gpu rtx4060ti-16 --offload-embeddi
 lowmem-grpo plan --model openai/gpt-oss-20b --gpu rtx4060ti-16 --offload-embedding --context 1024 --expert-lora --rank 8
 ```
 
-According to the plan, the model takes 12.82 GiB: 9.46 of experts in MXFP4, 1.2 of attention, and 1.08 each of
-embedding and head. `offload_embedding=True` keeps the embedding on the host. This table has the completions, of 8 for
-each prompt, that are sampled at a time on an RTX 4060 Ti with 16 GB:
+According to the plan, the model takes 11.94 GiB: 9.46 of experts in MXFP4, 0.32 of attention in NF4 and other weights,
+and 1.08 each of embedding and head. `offload_embedding=True` keeps the embedding on the host. This table has the
+completions, of 8 for each prompt, that are sampled at a time:
 
-| tokens of a sequence | 768 | 1,024 | 2,048 |
-|---|---|---|---|
-| LoRA of rank 32 on attention | 64 | 52 | 25 |
-| LoRA of rank 8 on attention and experts | 42 | 31 | 20 |
+| card | LoRA | 768 tokens | 1,024 | 2,048 |
+|---|---|---|---|---|
+| RTX 4060 Ti, 16 GB | rank 32 on attention | 64 | 64 | 34 |
+| RTX 4060 Ti, 16 GB | rank 8 on attention and experts | 64 | 50 | 24 |
+| T4, in float32 | rank 32 on attention | 17 | 13 | 6 |
+| T4, in float32 | rank 8 on attention and experts | 9 | 8 | 3 |
 
-Training takes 13.4 to 14.9 GiB. The key-value cache takes 48 KiB a token, since the transformers engine keeps all
-tokens in layers with a window too. A T4 has no bfloat16, and gpt-oss overflows in float16: in float32 it does not fit
-there. The model has not been run on a GPU yet.
+The key-value cache takes 48 KiB a token (96 in float32), since the transformers engine keeps all tokens in layers with
+a window too. A T4 has no bfloat16, and gpt-oss overflows in float16: load it there with `dtype=torch.float32`. The
+model has not been run on a GPU yet.
 
 ## Add a family
 

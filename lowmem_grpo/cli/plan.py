@@ -11,7 +11,7 @@ import click
 
 from lowmem_grpo.config.teacher import EMA, OF_MODEL, STORED, is_url
 from lowmem_grpo.memory.cards import AUTO, CACHE_DTYPES
-from lowmem_grpo.memory.layer_forms import FORMS
+from lowmem_grpo.memory.layer_forms import FORMS, NF4
 from lowmem_grpo.runs.views.terminal import UserPath, columns, echo, plain_errors, was_given
 from lowmem_grpo.utils import COUNT, check_given, size_text, up_to
 
@@ -163,9 +163,9 @@ def held_in(form: str, config: Any, model: str) -> str:
     if stored in (None, form):
         return form
     held = FORMS[stored]
-    what = "experts are held; its other weights are in 16 bits" if held.only_experts else "weights are held"
+    what = "experts are held" if held.only_experts else "weights are held"
     echo(f"{model} is stored in {held.words.partition(',')[0]}, in which its {what}", err=True)
-    return stored
+    return form if held.only_experts and form == NF4 else stored
 
 
 WIDTH = 100

@@ -37,6 +37,7 @@ class Linear:
     lora: bool = True  # whether it gets LoRA by default
     experts: int = 1  # matrices in the stack
     taken: int = 1  # matrices of the stack that each token uses
+    stored: str = ""  # the form in which its checkpoint stores it, which is kept; "": that of the model
 
     @property
     def weights(self) -> int:
@@ -53,7 +54,7 @@ class Linear:
 
     def form_in(self, form: str) -> str:
         """Return the form of this weight in a model of this form."""
-        return BITS_16 if FORMS[form].only_experts and self.experts == 1 else form
+        return self.stored or (BITS_16 if FORMS[form].only_experts and self.experts == 1 else form)
 
     def bytes_in(self, form: str, word: int = 2) -> int:
         """Return the bytes in this form; without one, a weight takes `word` bytes."""

@@ -65,7 +65,7 @@ class ModelShape:
     delta: DeltaForm | None = None  # for layers with a delta net instead of attention; in `each`, set for these only
     vision: VisionForm | None = None  # of a model that reads images
     word: int = 2  # bytes of a number that is not quantized
-    stored: str = ""  # the form of 4 bits in which its checkpoint stores experts, which are kept so; "": another
+    stored: str = ""  # the form in which its checkpoint stores experts, which are kept so; "": that of the model
 
     @classmethod
     def from_config(cls, config: Any) -> "ModelShape":
@@ -160,6 +160,7 @@ class ModelShape:
             yield Linear("o_proj", self.hidden, self.queries, self.attention_bias and attention.bias is None)
         if self.experts is not None:
             many: dict[str, Any] = {"lora": False, "experts": self.experts.count, "taken": self.experts.taken,
+                                    "stored": self.stored,
                                     "bias": self.family.experts is not None and self.family.experts.biased}
             yield Linear("experts.gate_up_proj", 2 * self.experts.inner, self.hidden, **many)
             yield Linear("experts.down_proj", self.hidden, self.experts.inner, **many)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lowmem_grpo.memory import cards
 from lowmem_grpo.memory.cards import Device, in_8_bits
-from lowmem_grpo.memory.layer_forms import BITS_16, FORMS, NF4
+from lowmem_grpo.memory.layer_forms import BITS_16, FORMS
 from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes
 from lowmem_grpo.memory.plan import Choice, MemoryPlan, RunSettings
 from lowmem_grpo.memory.rows import PAGED, SAVED, build, recorded
@@ -74,7 +74,7 @@ def shape_on(model_config: Any, device: Device) -> ModelShape:
 
 def choose(shape: ModelShape, asked: RunSettings, device: Device) -> MemoryPlan:
     """Return a plan that fits, if possible. Settings are the fastest, or slower where a peak is too high."""
-    asked = replace(asked, form=shape.stored) if shape.stored and asked.form == NF4 else asked
+    asked = replace(asked, form=shape.stored) if shape.stored and asked.form == BITS_16 else asked
     draft = lowered(shape, asked, device)
     if asked.spread is None:
         alone = replace(asked, spread=0.0, max_tokens=asked.max_tokens or asked.context)  # one sequence per micro-batch

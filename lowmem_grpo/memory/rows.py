@@ -83,10 +83,12 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     where = "on the host" if settings.host_embedding and shape.host_bytes() else table_note
     form, ranks = FORMS[settings.form], settings.ranks > 1  # with several, gradients are summed in a copy
     held = "linears" if shape.experts is None else "experts" if form.only_experts else "linears and experts"
+    words = f"experts in MXFP4, as they are stored, linears in {form.words}" if shape.stored and not form.only_experts \
+        else f"{held} in {form.words}"
     adapted = "all linears" if shape.experts is None else "attention" + " and each expert" * settings.expert_lora
     tower = 0 if shape.vision is None else shape.vision.weight_bytes
     return [
-        PlanRow("weights", weights, weights, note=f"{held} in {form.words}; norms, biases"),
+        PlanRow("weights", weights, weights, note=f"{words}; norms, biases"),
         *([PlanRow("vision tower", tower, tower, note="frozen, 16 bits")] if tower and not settings.host_tower else []),
         *([PlanRow("teacher", settings.teacher_bytes, settings.teacher_bytes, note="weights of another model")]
           if settings.teacher_bytes else []),

@@ -60,6 +60,8 @@ EXPERTS_STAY = ("{!r} is a mixture of experts{}. Only linear layers would be qua
 STORED_EXPERTS = ("{!r} is a mixture of experts that is stored in {}, and its experts are not read in this form. Take "
                   "its checkpoint in 16 bits (in its name there is no {}), and load it with load_in_4bit=True")
 STORED = {FP8: "FP8", NVFP4: "NVFP4", NF4: "4 bits"}
+BESIDE_MXFP4 = ("{!r} has its experts in MXFP4, and other weights are not held in FP8 beside them: take "
+                "load_in_4bit=True (attention in NF4) or load_in_4bit=False (in 16 bits) in place of load_in_fp8")
 DAMAGE = ("{!r} cannot be loaded ({}: {}): a field of its config.json, generation_config.json or tokenizer_config.json "
           "has a wrong type or value; fetch the model again")
 DAMAGED = (TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RecursionError,
@@ -226,7 +228,11 @@ def generation_of(path: str | Path) -> Any:
 def check_experts(config: Any, stored: str | None, form: str, name: str) -> None:
     """Raise ValueError for a mixture of experts that is stored quantized, or whose experts would stay in 16 bits while
     its other weights are quantized."""
-    if not has_experts(config) or stored == MXFP4 or (stored is None and form == BITS_16):
+    if not has_experts(config) or (stored is None and form == BITS_16):
+        return
+    if stored == MXFP4:
+        if form not in (NF4, BITS_16, MXFP4):
+            raise ValueError(BESIDE_MXFP4.format(name))
         return
     row = family_of(config)
     if stored is not None:

@@ -22,7 +22,7 @@ from lowmem_grpo.engines.kv_cache import GrowingCache
 from lowmem_grpo.memory import training_step
 from lowmem_grpo.memory.cards import Device, device
 from lowmem_grpo.memory.cutting import prompts_once, token_rows
-from lowmem_grpo.memory.layer_forms import ExpertForm
+from lowmem_grpo.memory.layer_forms import ExpertForm, Linear, nf4_bytes
 from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shapes, shape_name
 from lowmem_grpo.memory.plan import MemoryPlan, PlanRow, RunSettings, Workload
 from lowmem_grpo.memory.planner import EASE, chosen_for_rollout, max_context, plan
@@ -914,7 +914,11 @@ def test_gpt_oss_takes_the_bytes_of_its_checkpoint_counted_by_hand() -> None:
     shape = shape_of(GPT_OSS)
     packed = numbers // 2 + numbers // 32
     assert shape.weight_bytes("mxfp4") == layers * (packed + 2 * (attention + others)) + 2 * wide + 4 * 64
-    assert shape.weight_bytes("16bit") - shape.weight_bytes("mxfp4") == layers * (2 * numbers - packed)
+    in_nf4 = sum(nf4_bytes(Linear("", rows, columns)) for rows, columns in (
+        (4096, wide), (512, wide), (512, wide), (wide, 4096)))
+    weights = wide * (4096 + 2 * 512 + 4096)
+    offsets = 4 * (719 + 89 + 89)  # q, k and v lie together: an offset for each nested block, not one
+    assert shape.weight_bytes("mxfp4") - shape.weight_bytes("nf4") == layers * (2 * weights - in_nf4 - offsets)
     assert round(layers * packed / GIB, 2) == 9.46 and round(shape.table_bytes / GIB, 2) == 1.08
     assert shape.kv_bytes(1) == 48 * 1024, "our engine keeps all tokens of the layers with a window too"
     on_attention = layers * 32 * (wide + 4096 + 2 * (wide + 512) + 4096 + wide)
@@ -954,12 +958,16 @@ def test_gpt_oss_trains_within_15_gib_of_a_card_of_16_and_samples_whole_groups(
     card: str, context: int, together: int
 ) -> None:
     """With its embedding on the host. How many are sampled at a time is what the cache has room for."""
-    asked = RunSettings(context, engine="transformers", sequences=64, completions_per_step=64, host_embedding=True)
+    asked = RunSettings(context, engine="transformers", sequences=64, completions_per_step=64, host_embedding=True,
+                        form="16bit")
     found = plan(named_config(GPT_OSS), asked, device(card))
     assert found.fits and found.train <= 15 * GIB
     assert found.needed("rollout") + 8 * shape_of(GPT_OSS).kv_bytes(context) <= 15 * GIB
     assert found.concurrent_sequences == together >= 8
-    assert found.settings.form == "mxfp4", "as it is stored, though 4 bits are NF4 elsewhere"
+    assert found.settings.form == "mxfp4", "as it is stored"
+    small = plan(named_config(GPT_OSS), replace(asked, form="nf4"), device(card))
+    assert small.peak <= 15 * GIB and small.concurrent_sequences >= together
+    assert rows_of(small)["weights"].note.startswith("experts in MXFP4, as they are stored, linears in NF4")
     assert rows_of(found)["weights"].note.startswith("experts in MXFP4, as they are stored, other linears in 16 bits")
     each = plan(named_config(GPT_OSS), replace(asked, expert_lora=True, lora_rank=8), device(card))
     assert each.fits and each.train <= 15 * GIB and "attention and each expert" in rows_of(each)["adapters"].note
@@ -974,6 +982,8 @@ def test_a_model_that_overflows_in_float16_takes_four_bytes_a_number_on_a_card_w
     table = shape_of("qwen3.5-4b").vocabulary * 2560
     assert (old["head"].train, new["head"].train) == (4 * table, 2 * table)
     assert "32 bits" in old["KV cache"].note and old["head"].note == "32 bits"
-    on_t4 = planned(GPT_OSS, "t4", 2048, engine="transformers", host_embedding=True)
+    on_t4 = planned(GPT_OSS, "t4", 2048, engine="transformers", host_embedding=True, form="16bit")
     assert not on_t4.fits and on_t4.peak > 15 * GIB, "its attention and its head take 2.27 GiB more than in 16 bits"
+    on_t4 = planned(GPT_OSS, "t4", 1024, engine="transformers", host_embedding=True)
+    assert on_t4.fits and on_t4.concurrent_sequences >= 8, "with attention in NF4"
     assert planned("qwen2.5-3b", "t4", 2048).train == planned("qwen2.5-3b", "l4", 2048).train, "float16 serves there"

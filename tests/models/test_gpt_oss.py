@@ -126,6 +126,11 @@ def test_what_cannot_be_trained_of_experts_is_refused_by_name(options: Any, word
         adapted(folder, **options)
 
 
+def test_other_weights_in_fp8_beside_experts_in_mxfp4_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="not held in FP8 beside them: take load_in_4bit=True"):
+        FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, load_in_fp8=True)
+
+
 def test_without_names_of_experts_only_attention_is_trained(folder: Path) -> None:
     model, _ = adapted(folder, None)
     paths = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
