@@ -87,10 +87,12 @@ def place() -> str:
     return "autograd"
 
 
-def layer_launches(recompute: bool = True, lent: bool = False) -> dict[str, Counter[tuple[str, str]]]:
-    """Return the launches of one decoder layer: forward, and backward, with or without recompute; with `lent`, sampling
-    holds the weights in 16 bits."""
-    model, _ = FastLanguageModel.from_pretrained("tiny", dtype=torch.bfloat16, max_seq_length=128)
+def layer_launches(
+    recompute: bool = True, lent: bool = False, name: str = "tiny"
+) -> dict[str, Counter[tuple[str, str]]]:
+    """Return the launches of a model's last decoder layer: forward, and backward, with or without recompute; with
+    `lent`, sampling holds the weights in 16 bits."""
+    model, _ = FastLanguageModel.from_pretrained(name, dtype=torch.bfloat16, max_seq_length=128)
     model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=recompute).train()
     base = model.get_base_model()
     held = WideWeights(0)
@@ -195,11 +197,13 @@ def fake_fp8(features: list[int], inputs: int) -> FP8Weight:
 
 @click.command(help=__doc__)
 @options.AS_JSON
-def main(as_json: bool) -> None:
+@click.option("--model", default="tiny", help="A folder with a small model; its experts count as one launch.")
+def main(as_json: bool, model: str) -> None:
     """Print the totals; for people, also where the launches of a layer come from."""
-    layer = layer_launches()
+    layer = layer_launches(name=model)
     forward, backward = (counts.total() for counts in layer.values())
-    kept, lent = (sum(counts.total() for counts in layer_launches(False, held).values()) for held in (False, True))
+    kept, lent = (sum(counts.total() for counts in layer_launches(False, held, model).values())
+                  for held in (False, True))
     totals = {"launches_forward": forward, "launches_backward": backward, "launches_layer": forward + backward,
               "launches_kept": kept, "launches_lent": lent,
               "launches_decode": sum(breakdown().values()), "host_us_per_op": round(host_microseconds(), 2)}
