@@ -164,6 +164,22 @@ def filled_with_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@FORMS
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_biases_and_lora_go_with_activations_whose_gate_rows_come_first(activation: str, form: Any) -> None:
+    given = form(arguments(adapted())) | {"activation": activation}
+    reference = outcome(routed_experts_ref, given)
+    torch.testing.assert_close(outcome(routed_experts, given), reference, rtol=1e-10, atol=1e-10)
+
+
+@FORMS
+def test_lora_gets_its_gradients_where_rows_and_gates_need_none(form: Any) -> None:
+    given = form(arguments(adapted()))
+    alone = outcome(routed_experts, given | {name: given[name].detach() for name in ("x", "weights")})
+    expected = outcome(routed_experts, given)
+    assert len(alone) == 5 and all(torch.equal(alone[name], expected[name]) for name in alone)
+
+
 def test_rows_in_pieces_add_up_to_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     given = arguments(adapted())
     whole = outcome(routed_experts, given)
