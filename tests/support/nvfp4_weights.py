@@ -63,7 +63,12 @@ def quantization_config(scheme: str = "W4A16", **weights: Any) -> dict[str, Any]
 def save_in_nvfp4(folder: Path, scheme: str = "W4A16", family: str = "Llama", **sizes: Any) -> dict[str, Tensor]:
     """Write a checkpoint of a small random model; returns what its tensors stand for, in float32, under the names of a
     16-bit checkpoint. The first o_proj stays in 16 bits."""
-    tensors, values = load_file(save_16_bit(folder, family, **sizes) / "model.safetensors"), {}
+    return rewrite_in_nvfp4(save_16_bit(folder, family, **sizes), scheme)
+
+
+def rewrite_in_nvfp4(folder: Path, scheme: str = "W4A16") -> dict[str, Tensor]:
+    """Store the linear layers of a checkpoint but the first o_proj in NVFP4; returns what its tensors stand for."""
+    tensors, values = load_file(folder / "model.safetensors"), {}
     for name, tensor in list(tensors.items()):
         values[name] = tensors[name] = tensor + 0.1 if name.endswith("bias") else tensor
         if "_proj.weight" in name and not name.endswith("layers.0.self_attn.o_proj.weight"):

@@ -3,6 +3,7 @@ layers of both sides of a loan."""
 
 import os
 import random
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import pytest
 import torch
 from card import CPU
 from families import family_model
+from nvfp4_weights import rewrite_in_nvfp4
 from small_models import HYBRIDS, TINY, scatter, shallow, with_adapter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -28,10 +30,12 @@ from lowmem_grpo.engines.vllm.installed import installed
 from lowmem_grpo.engines.vllm.shared_linear import LAYERS, borrowed_linear
 from lowmem_grpo.engines.vllm.weight_sharing import WeightSharing
 from lowmem_grpo.kernels.nf4 import NF4Weight
-from lowmem_grpo.models.fp8_layers import FP8Linear, to_quantize
+from lowmem_grpo.memory.layer_forms import NVFP4
+from lowmem_grpo.models.fp8_layers import to_quantize
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.models.pretrained import fix_frequencies, nf4
+from lowmem_grpo.models.pretrained import Pretrained, fix_frequencies, nf4
+from lowmem_grpo.models.quantized_linear import QuantizedLinear
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NEEDS_VLLM = [
@@ -80,7 +84,14 @@ def policy_of(
     family: str, dtype: torch.dtype, quantized: bool | str, folder: Path, device: torch.device = CPU, **changes: Any
 ) -> Policy:
     """A policy of a family with an adapter that does nothing yet; linear layers in NF4 with double quantization where
-    `quantized` is True, or in a form of FP8 that it names."""
+    `quantized` is True, or in a form of FP8 or in NVFP4, as it names."""
+    if quantized == NVFP4:
+        path = shutil.copytree(saved_model(family, folder / "plain", **changes), folder / "stored")
+        rewrite_in_nvfp4(path)
+        AutoTokenizer.from_pretrained(TINY).save_pretrained(path)
+        stored = Pretrained(str(path), str(path), {}).load(dtype, str(device), NVFP4)[0].eval()
+        fix_frequencies(stored, CONTEXT)
+        return Policy(with_adapter(stored))
     quantization: Any = nf4(dtype) if quantized is True else to_quantize(str(quantized), dtype)
     model = AutoModelForCausalLM.from_pretrained(
         saved_model(family, folder, **changes), dtype=dtype, device_map={"": str(device)},
@@ -233,8 +244,8 @@ def fuse_plain(modules: list[Any]) -> None:
 
 def fuse(model: Any, layer: str) -> None:
     modules: list[Any] = [model.get_base_model().get_submodule(path) for path in MODULES[layer]]
-    if isinstance(modules[0].base_layer, FP8Linear):
-        FP8Linear.fuse([module.base_layer for module in modules])
+    if isinstance(modules[0].base_layer, QuantizedLinear):
+        modules[0].base_layer.fuse([module.base_layer for module in modules])
     elif hasattr(modules[0].base_layer.weight, "quant_state"):
         NF4Weight.adjacent([module.base_layer.weight for module in modules])
     else:

@@ -42,7 +42,7 @@ from lowmem_grpo.models.policy import Policy
 pytestmark = pytest.mark.usefixtures("no_layers_left")
 KINDS = {"float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False), "nf4": (torch.float32, True),
          "nf4 in bfloat16": (torch.bfloat16, True), "fp8": (torch.float32, "fp8"),
-         "fp8 by block in bfloat16": (torch.bfloat16, "fp8-block")}
+         "fp8 by block in bfloat16": (torch.bfloat16, "fp8-block"), "nvfp4": (torch.float32, "nvfp4")}
 
 
 SHORT = ("float32", "nf4 in bfloat16", "fp8")  # of the kinds, in the short lane
