@@ -32,10 +32,11 @@ def meta_model(config: Any, dtype: torch.dtype, nf4: bool) -> PreTrainedModel:
             model = class_of(config).from_config(
                 config, attn_implementation=attention_of(config), trust_remote_code=False
             )
-            if nf4 and getattr(config, "quantization_config", None):  # experts in MXFP4, and nothing else quantized
-                use_routed_blocks(model, lambda weight: PackedStack(weight.shape, dtype))
-            elif nf4:
+            if nf4:
                 quantize(model, lambda linear: linear_4bit(linear, dtype))
+            if nf4 and getattr(config, "quantization_config", None):
+                use_routed_blocks(model, lambda weight: PackedStack(weight.shape, dtype))  # experts in MXFP4
+            elif nf4:
                 use_routed_blocks(model)
                 for stack in expert_stacks(model):
                     stack.weight = weight_4bit(*stack.weight.shape, dtype)

@@ -94,7 +94,7 @@ class ModelShape:
             turned=layer_forms.turned_share(fields, row), experts=ExpertForm.from_config(fields) if mixed else None,
             delta=DeltaForm.from_config(fields) if row.delta_net else None,
             vision=VisionForm.from_config(whole["vision_config"]) if images else None,
-            stored=MXFP4 if (whole.get("quantization_config") or {}).get("quant_method") == MXFP4 else "",
+            stored=MXFP4 if MXFP4 in str((whole.get("quantization_config") or {}).get("quant_method")) else "",
         )
         if not forms:
             return shape

@@ -27,6 +27,7 @@ from lowmem_grpo.memory.model_shape import ModelShape, named_config, named_shape
 from lowmem_grpo.memory.plan import MemoryPlan, PlanRow, RunSettings, Workload
 from lowmem_grpo.memory.planner import EASE, chosen_for_rollout, max_context, plan
 from lowmem_grpo.memory.rows import build
+from lowmem_grpo.models.expert_loading import PACKED
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Head, Policy
 from lowmem_grpo.models.trained_embedding import TrainedRows
@@ -105,8 +106,8 @@ def drawn_shape(seed: int) -> tuple[dict[str, Any], int]:
 @pytest.mark.every(3)
 def test_weights_and_adapters_are_planned_to_the_byte(name: str) -> None:
     config = shallow(named_config(name), 2)
-    shape, found = ModelShape.from_config(config), weigh.weigh(config, [256])
-    check_fixed(build(shape, settings_of(256, form=shape.stored or "nf4"), device("80GiB")), found)
+    found = weigh.weigh(config, [256])
+    check_fixed(build(ModelShape.from_config(config), settings_of(256), device("80GiB")), found)
 
 
 def check_fixed(built: MemoryPlan, found: weigh.Weighed) -> None:
@@ -920,6 +921,8 @@ def test_gpt_oss_takes_the_bytes_of_its_checkpoint_counted_by_hand() -> None:
     offsets = 4 * (719 + 89 + 89)  # q, k and v lie together: an offset for each nested block, not one
     assert shape.weight_bytes("mxfp4") - shape.weight_bytes("nf4") == layers * (2 * weights - in_nf4 - offsets)
     assert round(layers * packed / GIB, 2) == 9.46 and round(shape.table_bytes / GIB, 2) == 1.08
+    loaded = named_config(GPT_OSS) | {"quantization_config": {"quant_method": PACKED}}
+    assert ModelShape.from_config(loaded) == shape, "its loaded model's config names our quantizer"
     assert shape.kv_bytes(1) == 48 * 1024, "our engine keeps all tokens of the layers with a window too"
     on_attention = layers * 32 * (wide + 4096 + 2 * (wide + 512) + 4096 + wide)
     assert shape.lora_weights(32) == on_attention
@@ -932,7 +935,7 @@ def test_gpt_oss_holds_what_is_planned_for_8_sequences_of_2048_tokens(layers: in
     """With LoRA on attention, and on each expert: weights to the byte, the rest within five percent."""
     config, batch = named_config(GPT_OSS) | {"num_hidden_layers": layers}, group_of_eight(512, 1536)
     places, spread = len(batch.input_ids), token_rows(batch.prompts) / len(batch.input_ids)
-    settings = settings_of(2048, form="mxfp4", expert_lora=every, max_tokens=places, spread=spread, chunk_rows=256)
+    settings = settings_of(2048, expert_lora=every, max_tokens=places, spread=spread, chunk_rows=256)
     found = weigh.weigh(config, [places], weigh.Features(expert_lora=every, logits_chunk=256), batch=batch)
     built = build(ModelShape.from_config(config), settings, device("1024GiB"))
     check_fixed(built, found)
@@ -943,7 +946,7 @@ def test_gpt_oss_holds_what_is_planned_for_8_sequences_of_2048_tokens(layers: in
 
 def test_gradients_of_lora_on_each_expert_are_planned_where_they_are_most() -> None:
     config, context = named_config(GPT_OSS) | {"num_hidden_layers": 2}, 1024
-    settings = settings_of(context, form="mxfp4", expert_lora=True, chunk_rows=64)
+    settings = settings_of(context, expert_lora=True, chunk_rows=64)
     built = build(ModelShape.from_config(config), settings, device("1024GiB"))
     assert built.moment == "MLP backward"
     found = weigh.weigh(config, [context], weigh.Features(expert_lora=True, logits_chunk=64))
