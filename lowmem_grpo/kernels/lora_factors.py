@@ -124,8 +124,8 @@ def held_factors(groups: Sequence[Loras], dtype: torch.dtype) -> list[Factors | 
     """Return `factors_of(groups, dtype)`, computed only once inside `kept_factors`."""
     if KEPT.get() is None:
         return shared_factors(groups, dtype)
-    key = (dtype, *(None if lora is None else (id(lora.a), id(lora.b), lora.scale)
-                    for group in groups for lora in (*group, None)))
+    key = (dtype, *(tuple(None if lora is None else (id(lora.a), id(lora.b), lora.scale) for lora in group)
+                    for group in groups))
     return held(key, groups, lambda: factors_of(groups, dtype))
 
 

@@ -95,6 +95,12 @@ def test_a_pair_is_converted_once_and_takes_two_bytes_a_number_in_16_bits() -> N
     assert not kept and KEPT.get() is None
 
 
+def test_layers_without_lora_on_one_input_and_on_two_are_kept_apart() -> None:
+    with kept_factors():
+        assert held_factors([[None, None, None]], torch.float32) == [None]
+        assert held_factors([[None], [None]], torch.float32) == [None, None]
+
+
 def test_after_sampling_changed_adapters_are_read_anew_and_training_inside_reads_them_as_they_are() -> None:
     x, weights, loras = given(torch.bfloat16)
     with torch.no_grad(), kept_factors():

@@ -92,6 +92,13 @@ def test_our_engine_samples_with_the_trainers_logprobs_with_lora_on_experts(fold
     assert sampled_apart(*adapted(folder)) <= SAMPLED
 
 
+@pytest.mark.parametrize("targets", [NAMED, ["o_proj"]])
+def test_the_base_model_below_an_adapter_is_sampled_with_its_logprobs(targets: list[str], folder: Path) -> None:
+    model, tokenizer = adapted(folder, targets)
+    with Policy(model).base_model():
+        assert sampled_apart(model, tokenizer) <= SAMPLED
+
+
 def test_checkpointed_layers_give_the_same_gradients(folder: Path) -> None:
     batch = batch_of(GROUPS)
     expected = learned(Policy(adapted(folder)[0]), batch)
