@@ -56,8 +56,9 @@ THINKING = ("<think>", "</think>")
 BYTES = 4  # of a token of the replaced models
 LENGTHS = (("SFTConfig", "max_length"), ("LLM", "max_model_len"))  # the second one is vLLM's
 OF_GPT_OSS = (("from_pretrained", "max_seq_length"), ("GRPOConfig", "max_prompt_length"))
-STRETCHED = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-             "truncate": False, "original_max_position_embeddings": 128}  # positions of the small gpt-oss: to 4,096
+POSITIONS = BYTES * 131072  # of the small gpt-oss
+STRETCHED = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": POSITIONS / 4096, "beta_fast": 32.0,
+             "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
 PARTS = {"instruction_part": "<|im_start|>user\n", "response_part": "<|im_start|>assistant\n"}  # of the small model
 LAYERS = {  # of a replaced model: the most similar layer of the small one
     **dict.fromkeys(("in_proj", "c_attn"), "q_proj"), **dict.fromkeys(("out_proj", "c_proj"), "o_proj"),
@@ -480,7 +481,7 @@ def small_gpt_oss(folder: Path) -> str:
     """Return the path of a small random gpt-oss, with experts in MXFP4 and a token for each byte."""
     from tests.support.gpt_oss import gpt_oss_folder
 
-    return str(gpt_oss_folder(folder, experts=8, max_position_embeddings=4096, rope_parameters=STRETCHED))
+    return str(gpt_oss_folder(folder, experts=8, max_position_embeddings=POSITIONS, rope_parameters=STRETCHED))
 
 
 def shown(row: public.Row) -> list[str]:
