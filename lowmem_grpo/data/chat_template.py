@@ -227,5 +227,5 @@ def message_of(message: dict[str, Any], names: dict[str, str]) -> dict[str, Any]
     content = next((message[key] for key in CONTENT_KEYS if message.get(key) is not None), None)
     if role is None or (content is None and not message.get("tool_calls")):
         raise DataError(f"a message has {', '.join(message)}; needed are role and content, or from and value")
-    kept = {key: message[key] for key in KEPT if message.get(key)}
+    kept = {key: message[key] for key in KEPT if message.get(key) not in (None, [])}  # a dataset makes "" None else
     return {"role": names.get(str(role).lower(), role), "content": content, **kept}

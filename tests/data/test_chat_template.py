@@ -166,6 +166,11 @@ def test_tool_calls_names_and_thoughts_of_messages_stay() -> None:
     assert standardize_sharegpt(Dataset.from_list(rows))[1]["messages"] == []
 
 
+def test_an_empty_thought_stays_empty_since_templates_cannot_read_none() -> None:
+    rows = [{"messages": [{"role": "assistant", "content": "4", "thinking": ""}]}]
+    assert standardize_sharegpt(Dataset.from_list(rows))[0] == rows[0]
+
+
 @every_row("dataset", [None, (), pandas.DataFrame({"messages": [READ]}), iter([{"messages": READ}])])
 def test_what_is_no_dataset_of_conversations_is_refused(dataset: Any) -> None:
     with pytest.raises(DataError, match=f"the dataset is a {type(dataset).__name__}; pass a datasets.Dataset, or"):
