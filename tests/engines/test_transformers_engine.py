@@ -15,7 +15,7 @@ from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.cards import prefill_piece
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import RunSettings
-from lowmem_grpo.memory.rows import mask_bytes
+from lowmem_grpo.memory.rows import mask_numbers
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import Rollout
@@ -91,8 +91,8 @@ def test_a_prompt_that_is_read_in_pieces_takes_no_more_cache_than_its_tokens(tin
 def test_no_mask_of_a_pass_over_prompts_is_larger_than_a_plan_counts(prompts: int, longest: int, piece: int) -> None:
     assert prefill_piece(prompts, longest) == piece
     settings = RunSettings(longest, 8, sequences=8 * prompts, engine="transformers")
-    assert mask_bytes(settings, 8 * prompts) == 4 * prompts * min(piece, longest) * longest
-    assert mask_bytes(settings, 8 * prompts) <= 2**28 or piece == 256
+    assert mask_numbers(settings, 8 * prompts) == prompts * min(piece, longest) * longest
+    assert 4 * mask_numbers(settings, 8 * prompts) <= 2**28 or piece == 256, "two of bools and one in 16 bits"
 
 
 @pytest.mark.every(2)

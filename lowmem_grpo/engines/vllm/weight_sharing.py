@@ -74,7 +74,7 @@ class WeightSharing:
         """Return the trainer's experts behind the engine's experts or router; BorrowError if there are none."""
         path = prefix.rpartition(".")[0]
         if path not in self.blocks:
-            lent = ", ".join(row.name for row in FAMILIES.values() if row.experts is not None)
+            lent = ", ".join(row.name for row in FAMILIES.values() if row.experts and row.vllm)
             raise BorrowError(f"{type(self.base).__name__} ({prefix}) is a mixture of experts that is not shared with "
                               f"vLLM, which would allocate its experts a second time, in 16 bits; those of {lent} are "
                               f"shared. {OTHER_ENGINE}")
