@@ -141,6 +141,7 @@ FAMILIES: dict[str, Family] = {
     "exaone4": decoder("EXAONE 4", "Exaone4", attention=Attention(
         "Exaone4Attention", norm="heads", window="layers", lean=False)),
     "gemma2": refused("Gemma 2", "soft-capped scores"),
+    "deepseek_v4": refused("DeepSeek-V4", "keys of compressed tokens"),
     "gpt_oss": decoder(
         "gpt-oss", "GptOss", vllm=None, turns=("<|start|>", "<|message|>", "<|end|>"), only_bfloat16=True,
         mlp=MLP("", lean=False), norm=Norm("GptOssRMSNorm", round_once=True),

@@ -26,7 +26,7 @@ NAME = "lowmem_grpo"
 LONG, MOST_PARTS = 2048, 8  # keys from which a small batch reads them in parts, and the most parts
 CHANGES = {  # arguments that change the result and that none of the three forms computes
     "softcap": "logit soft-capping", "sinks": "sinks that are not its s_aux", "position_bias": "a position bias",
-    "alibi": "ALiBi", "head_mask": "a head mask",
+    "alibi": "ALiBi", "head_mask": "a head mask", "indices": "a choice of keys",
 }
 # cuDNN's attention builds a plan for each new shape, and vLLM disables it too. Once for the process, because a thread
 # that samples and one that trains would undo each other's choice.
@@ -46,6 +46,9 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
         raise ValueError(f"attention with sinks and a dropout of {dropout} is not supported; load the model with "
                          "attention_dropout=0.0 in its config")
     if packed is not None:
+        if key.shape[2] != query.shape[2]:
+            raise ValueError(f"attention of {query.shape[2]} tokens to {key.shape[2]} keys is not supported in "
+                             "training, where a token has one key; load a model without other keys")
         packed.calls += 1
         return packed_attention(query, key, value, packed, scaling, dropout, sliding_window, s_aux), None
     if cached and query.shape[2] == 1:

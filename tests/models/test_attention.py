@@ -12,6 +12,7 @@ from small_models import random_model, with_adapter
 from torch import Tensor
 
 from lowmem_grpo.models import attention, packed_attention
+from lowmem_grpo.models.packed_attention import PackedLayout
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Policy
 from lowmem_grpo.types import ImageToken, MicroBatch, Rollout, RolloutGroup
@@ -71,6 +72,19 @@ def test_soft_capped_attention_is_refused_not_ignored() -> None:
     query = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ValueError, match="soft-capping"):
         attention.attention(torch.nn.Identity(), query, query, query, None, softcap=5.0)
+
+
+def test_a_choice_of_keys_is_refused_not_ignored() -> None:
+    query = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="attention with a choice of keys is not supported"):
+        attention.attention(torch.nn.Identity(), query, query, query, None, indices=torch.zeros(1, 2, 1))
+
+
+def test_keys_beside_those_of_the_packed_tokens_are_refused_not_left_out() -> None:
+    query, layout = torch.zeros(1, 1, 9, 4), PackedLayout.from_batch(batch_of([(3, [4, 2])]))
+    key = torch.zeros(1, 1, 11, 4)
+    with pytest.raises(ValueError, match="attention of 9 tokens to 11 keys is not supported in training"):
+        attention.attention(torch.nn.Identity(), query, key, key, None, packed=layout)
 
 
 def test_a_head_that_is_no_linear_layer_is_refused() -> None:

@@ -9,10 +9,12 @@ import torch
 from checkpointed_stack import LateCopies
 from families import (
     GROUPS,
+    LAYER_TYPES,
     NEAR,
     SAMPLED,
     SHAPES,
     TRAINED,
+    WINDOW,
     assert_alike,
     loaded,
     plain_twin,
@@ -152,7 +154,18 @@ def test_an_unknown_family_trains_on_plain_layers_and_one_line_says_so(
     assert_alike(learned(Policy(model), batch), learned_alone(plain_twin(model, tmp_path), batch))
 
 
-@pytest.mark.parametrize(("kind", "words"), [("gemma2", "Gemma 2: its attention has soft-capped")])
+def test_sinks_and_windows_of_an_unknown_family_are_those_of_transformers(tmp_path: Path) -> None:
+    assert "granite_swa" not in FAMILIES
+    saved = saved_family("granite_swa", tmp_path, sliding_window=WINDOW, layer_types=LAYER_TYPES,
+                         attention_multiplier=0.25)
+    model, tokenizer = loaded(saved)
+    batch = batch_of(GROUPS)
+    assert_alike(learned(Policy(model), batch), learned_alone(plain_twin(model, saved), batch))
+    assert sampled_apart(model, tokenizer) <= SAMPLED
+
+
+@pytest.mark.parametrize(("kind", "words"), [("gemma2", "Gemma 2: its attention has soft-capped"),
+                                             ("deepseek_v4", "DeepSeek-V4: its attention has keys of compressed")])
 def test_a_family_that_cannot_be_right_is_refused_before_its_weights_are_read(
     kind: str, words: str, tmp_path: Path
 ) -> None:
@@ -165,7 +178,7 @@ def test_experts_are_not_left_in_16_bits_in_silence(tmp_path: Path) -> None:
     rows: list[tuple[Any, tuple[str, ...]]] = []
     for kind in ("mixtral", "granitemoe", "qwen3_5_moe", "qwen2_moe", "qwen3_moe"):
         AutoConfig.for_model(kind).save_pretrained(tmp_path / kind)
-        advice = "Take load_in_4bit=True" if kind == "qwen3_moe" else "Take a dense model, or Qwen3-MoE in 4 bits"
+        advice = "Take load_in_4bit=True" if kind == "qwen3_moe" else "Take a dense model, or Qwen3-MoE, gpt-oss in"
         rows += [((kind, form), ("is a mixture of experts", "stay in 16 bits", advice))
                  for form in ("load_in_4bit", "load_in_fp8")]
 
