@@ -22,6 +22,7 @@ from lowmem_grpo.engines.request_output import LoraRequest, OutputProcessor, Req
 from lowmem_grpo.memory.layer_forms import FP8, NVFP4
 from lowmem_grpo.memory.offload.activations import AUTO, checkpointing_mode, enable_checkpointing
 from lowmem_grpo.models.chat_ids import generate_inputs
+from lowmem_grpo.models.expert_lora import ExpertLoRA
 from lowmem_grpo.models.experts import ExpertStack
 from lowmem_grpo.models.export.model_card import ADAPTER as OF_ADAPTER
 from lowmem_grpo.models.export.model_card import PastRuns, card_text
@@ -299,6 +300,21 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         if not any_base:
             check_base(folder, self.loaded.name, self.loaded.revision, self.loaded.sha256)
         return LoraRequest(folder)
+
+    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Merge the adapter in place, as PEFT does; ValueError, and nothing merged, if LoRA is on experts."""
+        self.check_merge()
+        self.base_model.merge_adapter(*args, **kwargs)
+
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the base model with the adapter merged, as PEFT does; ValueError as in `merge_adapter`."""
+        self.check_merge()
+        return self.base_model.merge_and_unload(*args, **kwargs)
+
+    def check_merge(self) -> None:
+        for module in self.modules():
+            if isinstance(module, ExpertLoRA):
+                module.merge()
 
     def unload(self) -> Any:
         """Return the base model without the adapter, as PEFT does; rows that were trained have the base's values."""

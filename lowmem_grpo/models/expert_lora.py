@@ -23,6 +23,17 @@ REFUSED = {"lora_dropout": "LoRA on experts has no dropout", "use_dora": "LoRA o
 STARTS = (True, False, "gaussian")  # init_lora_weights that draw or clear A and B, whatever the weights are
 
 
+def check_settings(config: LoraConfig) -> None:
+    """Raise ValueError for settings that LoRA on experts does not have, most of which PEFT refuses too."""
+    for name, problem in REFUSED.items():
+        if getattr(config, name):
+            raise ValueError(f"{problem}: leave {name}={getattr(config, name)!r} out, or name attention only in "
+                             "target_modules")
+    if config.init_lora_weights not in STARTS:
+        raise ValueError(f"init_lora_weights={config.init_lora_weights!r}: LoRA on experts begins with one of "
+                         f"{', '.join(map(repr, STARTS))}")
+
+
 class ExpertLoRA(nn.Module, LoraLayer):
     """PEFT's LoRA layer on an `ExpertStack`; `ExpertLayer` reads its weights and its active pair."""
 
@@ -41,14 +52,8 @@ class ExpertLoRA(nn.Module, LoraLayer):
         return stack.columns, stack.rows
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
-        """Add an adapter of rank r for each expert; ValueError for settings that PEFT refuses of parameters too."""
-        for name, problem in REFUSED.items():
-            if getattr(config, name):
-                raise ValueError(f"{problem}: leave {name}={getattr(config, name)!r} out, or name attention only in "
-                                 "target_modules")
-        if config.init_lora_weights not in STARTS:
-            raise ValueError(f"init_lora_weights={config.init_lora_weights!r}: LoRA on experts begins with one of "
-                             f"{', '.join(map(repr, STARTS))}")
+        """Add an adapter of rank r for each expert."""
+        check_settings(config)
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         self.use_rslora[adapter_name] = config.use_rslora

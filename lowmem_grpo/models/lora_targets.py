@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lowmem_grpo.config.beside_lora import WHOLE, check_targets_of_lora
 from lowmem_grpo.config.loading import GET_PEFT_MODEL
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, GATE_UP, SPLIT, family_of, has_experts, lora_on_experts
+from lowmem_grpo.models.expert_lora import check_settings
 from lowmem_grpo.models.experts import STACKS, ExpertStack
 from lowmem_grpo.runs.adapter_file import beyond_lora, check_patterns, check_values, starts_plainly
 
@@ -109,7 +110,11 @@ def with_parameters(model: Any, targets: Targets, parameters: Any) -> Targets:
         raise ValueError(f"target_modules is the pattern {targets!r} and target_parameters is {parameters!r}; list the "
                          "names in target_modules, or let the pattern match the experts too")
     others = usual_targets(model) if targets is None or targets == "all-linear" else targets
-    return [*others, *(ON_EXPERTS[name.rpartition(".")[2]] for name in names)]
+    paths = [path for path, module in model.named_modules() if isinstance(module, ExpertStack)]
+    if missing := [name for name in names if not any(f".{path}".endswith(f".{name}") for path in paths)]:
+        raise ValueError(f"target_parameters names {missing}, which this model does not have; its experts are "
+                         f"{paths[0]} to {paths[-1]}")
+    return [*others, *names]
 
 
 def check_plain(config: Any) -> None:
@@ -155,6 +160,7 @@ def check_config(model: Any, config: LoraConfig) -> None:
         named = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None)
         raise ValueError(f"{named} leave no layer of this model to put LoRA on; correct the names")
     if stacks := [path for path, module in adapted.items() if isinstance(module, ExpertStack)]:
+        check_settings(config)
         logger.info("LoRA goes on %d linear layers and %d stacks of experts", len(adapted) - len(stacks), len(stacks))
     if config.init_lora_weights == "orthogonal":
         check_orthogonal([config.r, *(config.rank_pattern or {}).values()], adapted)
@@ -264,8 +270,13 @@ def with_names_of_experts(attention: list[str] | str, targets: list[str] | str) 
         raise ValueError(ONE_OF_TWO.format(*one, *({*GATE_UP} - one)))
     if "router" in named:
         raise ValueError("target_modules names the router, which stays frozen: leave it out")
-    return list(dict.fromkeys(target if ".experts." in f".{target}" else ON_EXPERTS.get(
-        target.rpartition(".")[2], target) for target in targets))
+    return list(dict.fromkeys(on_experts(target) for target in targets))
+
+
+def on_experts(target: str) -> str:
+    """Return the experts' own module for a dense model's name, in the same layer where the name says which."""
+    parent, dot, last = target.rpartition(".")
+    return target if ".experts." in f".{target}" else f"{parent}{dot}{ON_EXPERTS.get(last, last)}"
 
 
 def check_experts_left(attention: list[str] | str, targets: list[str] | str) -> list[str] | str:

@@ -121,9 +121,40 @@ def test_target_parameters_name_experts_as_in_peft(folder: Path) -> None:
         32 * 3, 96)
 
 
+SECOND = ["model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize("options", [
+    {"targets": "all-linear", "target_parameters": ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"]},
+    {"targets": [*ATTENTION, *(f"layers.1.mlp.{part}_proj" for part in ("gate", "up", "down"))]},
+])
+def test_names_of_experts_in_one_layer_put_no_lora_on_those_of_others(options: Any, folder: Path) -> None:
+    model, _ = adapted(folder, **options)
+    paths = [name.removeprefix("base_model.model.") for name, each in model.named_modules() if hasattr(each, "lora_A")]
+    assert [path for path in paths if ".self_attn." not in path] == SECOND and len(paths) == 8 + 2
+
+
+@pytest.mark.parametrize("options", [
+    {"lora_dropout": 0.1}, {"init_lora_weights": "eva"}, {"init_lora_weights": "orthogonal"}])
+def test_after_refused_settings_the_model_is_as_it_was(options: Any, folder: Path) -> None:
+    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=64, load_in_4bit=False)
+    with pytest.raises(ValueError, match="LoRA on experts"):
+        FastLanguageModel.get_peft_model(model, target_modules=NAMED, **options)
+    assert not [name for name, _ in model.named_parameters() if "lora_" in name]
+
+
+def test_a_merge_in_place_is_refused_before_anything_is_merged(folder: Path) -> None:
+    model, _ = adapted(folder)
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match="not merged into experts in place"):
+            merge()
+        assert not any(getattr(module, "merged", False) for module in model.modules())
+
+
 @pytest.mark.parametrize(("options", "words"), [
     ({"targets": [*ATTENTION, "gate_proj"]}, "gate_proj without up_proj"),
     ({"targets": [*ATTENTION, "router"]}, "the router, which stays frozen"),
+    ({"target_parameters": ["7.mlp.experts.down_proj"]}, "target_parameters names .'7.mlp.experts.down_proj'., which"),
     ({"target_parameters": ["mlp.router.weight"]}, "target_parameters=.*gate_up_proj and down_proj of gpt-oss"),
     ({"lora_dropout": 0.1}, "LoRA on experts has no dropout"),
     ({"targets": ["experts.w1"]}, "does not have"),
