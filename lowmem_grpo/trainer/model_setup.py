@@ -35,8 +35,9 @@ from lowmem_grpo.models.pretrained import Pretrained, is_quantized, keep_layout
 from lowmem_grpo.models.stored_model import find, resolve, stored_fields
 from lowmem_grpo.models.trained_set import adapter_values
 from lowmem_grpo.models.vision_processor import load_processor
-from lowmem_grpo.runs.adapter_file import PREFIX, rank_of, scaling_of
+from lowmem_grpo.runs.adapter_file import PREFIX, layers_of, rank_of, scaling_of
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
+from lowmem_grpo.runs.expert_names import named_in_model, settings_in_model
 
 logger = logging.getLogger(__name__)
 CONTEXT = 2048  # tokens, unless the model has fewer or the run needs more
@@ -109,7 +110,7 @@ class Brought:
 
     def moved(self, model: PeftModel) -> FastPeftModel:
         """Return a model of our own around the base of a PEFT model, with its LoRA parameters (in 32 bits)."""
-        config, values = plain_lora(model)
+        config, values = in_own_names(*plain_lora(model))
         base: Any = model.get_base_model()
         check_base(base)
         modes = {path: module.training for path, module in base.named_modules()}
@@ -291,6 +292,14 @@ def plain_lora(model: PeftModel) -> tuple[LoraConfig, dict[str, nn.Parameter]]:
             raise ValueError(f"{path}: the adapter is merged, or has rank and scale {got} where its settings say "
                              f"{wanted}; unmerge it (model.unmerge_adapter()), or save it and load it again")
     return config, adapter_values(model, ADAPTER)
+
+
+def in_own_names(config: LoraConfig, values: dict[str, Any]) -> tuple[LoraConfig, dict[str, nn.Parameter]]:
+    """Return an adapter of PEFT with the names that LoRA on experts has here: PEFT puts it on parameters."""
+    own, settings = copy.deepcopy(config), dict(vars(config))
+    values = named_in_model(values, settings, Path(str(config.base_model_name_or_path)))
+    vars(own).update(settings_in_model(settings, [layer.removeprefix(PREFIX) for layer in layers_of(values)]))
+    return own, values
 
 
 def put_values(model: nn.Module, values: dict[str, nn.Parameter]) -> None:

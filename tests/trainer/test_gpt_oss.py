@@ -1,4 +1,4 @@
-"""A run on a small gpt-oss, with LoRA on attention and on all experts, stops and goes on."""
+"""Runs on a small gpt-oss, with LoRA on attention and on all experts: one stops and goes on, one is brought by PEFT."""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 from gpt_oss import gpt_oss_folder, plain_gpt_oss
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from trainer_runs import adapter, by_letters, make, same
 
 from lowmem_grpo import FastLanguageModel, GRPOTrainer
 from lowmem_grpo.runs.checkpoint import load_weights
 from tests.attacks.small_run import StopAt, differences
 
-pytestmark = pytest.mark.slow
 IDS = torch.arange(3, 60)[None]
 
 
@@ -25,6 +24,7 @@ def run(folder: Path, out: Path, **settings: Any) -> GRPOTrainer:
                 save_steps=1, **settings)
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_and_went_on_is_the_undisturbed_one_and_plain_peft_reads_its_checkpoints(
     tmp_path: Path
 ) -> None:
@@ -45,3 +45,17 @@ def test_a_run_that_stopped_and_went_on_is_the_undisturbed_one_and_plain_peft_re
     with torch.no_grad():
         wanted, got = (model(input_ids=IDS).logits for model in (theirs, second.model.eval()))
         assert (got - wanted).abs().max() < 1e-4
+
+
+def test_lora_that_peft_put_on_parameters_of_experts_is_trained_as_it_is(tmp_path: Path) -> None:
+    parameters = ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj", "0.mlp.experts.down_proj"]
+    theirs = get_peft_model(plain_gpt_oss(gpt_oss_folder(tmp_path / "base", experts=4)), LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=parameters))
+    for name, value in theirs.named_parameters():
+        if "lora_" in name:
+            value.data.normal_(0, 0.1)
+    with torch.no_grad():
+        wanted = theirs.eval()(input_ids=IDS).logits
+        ours = make(tmp_path / "run", by_letters, model=theirs).model.eval()
+        assert (ours(input_ids=IDS).logits - wanted).abs().max() < 1e-4
+    assert sum("lora_" in name for name, value in ours.named_parameters() if value.requires_grad) == 2 * (2 + 3)
