@@ -303,18 +303,18 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Merge the adapter in place, as PEFT does; ValueError, and nothing merged, if LoRA is on experts."""
-        self.check_merge()
-        self.base_model.merge_adapter(*args, **kwargs)
+        self.to_merge().merge_adapter(*args, **kwargs)
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
         """Return the base model with the adapter merged, as PEFT does; ValueError as in `merge_adapter`."""
-        self.check_merge()
-        return self.base_model.merge_and_unload(*args, **kwargs)
+        return self.to_merge().merge_and_unload(*args, **kwargs)
 
-    def check_merge(self) -> None:
+    def to_merge(self) -> Any:
+        """Return PEFT's model of LoRA layers; ValueError if it has LoRA on experts."""
         for module in self.modules():
             if isinstance(module, ExpertLoRA):
                 module.merge()
+        return self.base_model
 
     def unload(self) -> Any:
         """Return the base model without the adapter, as PEFT does; rows that were trained have the base's values."""

@@ -297,9 +297,9 @@ def plain_lora(model: PeftModel) -> tuple[LoraConfig, dict[str, nn.Parameter]]:
 def in_own_names(config: LoraConfig, values: dict[str, Any]) -> tuple[LoraConfig, dict[str, nn.Parameter]]:
     """Return an adapter of PEFT with the names that LoRA on experts has here: PEFT puts it on parameters."""
     own, settings = copy.deepcopy(config), dict(vars(config))
-    values = named_in_model(values, settings, Path(str(config.base_model_name_or_path)))
-    vars(own).update(settings_in_model(settings, [layer.removeprefix(PREFIX) for layer in layers_of(values)]))
-    return own, values
+    named: Any = named_in_model(values, settings, Path(str(config.base_model_name_or_path)))
+    vars(own).update(settings_in_model(settings, [layer.removeprefix(PREFIX) for layer in layers_of(named)]))
+    return own, named
 
 
 def put_values(model: nn.Module, values: dict[str, nn.Parameter]) -> None:
