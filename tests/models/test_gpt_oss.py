@@ -157,7 +157,7 @@ def test_a_merge_in_place_is_refused_before_anything_is_merged(folder: Path) -> 
     ({"target_parameters": ["7.mlp.experts.down_proj"]}, "target_parameters names .'7.mlp.experts.down_proj'., which"),
     ({"target_parameters": ["mlp.router.weight"]}, "target_parameters=.*gate_up_proj and down_proj of gpt-oss"),
     ({"lora_dropout": 0.1}, "LoRA on experts has no dropout"),
-    ({"targets": ["experts.w1"]}, "does not have"),
+    ({"targets": ["experts.w1"]}, "does not have; its linear layers are q_proj.*gate_up_proj, down_proj"),
 ])
 def test_what_cannot_be_trained_of_experts_is_refused_by_name(options: Any, words: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=words):
