@@ -43,7 +43,7 @@ TARGETS = [  # case, GiB that it must fit into, and GiB for training alone
 ]
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
             "phi3": "Phi3ForCausalLM"}
-RANDOM_SHAPES = 5
+RANDOM_SHAPES = 3  # a qwen3, a phi3 and a llama
 
 
 def settings_of(context: int, **changes: Any) -> RunSettings:
@@ -106,8 +106,8 @@ def drawn_shape(seed: int) -> tuple[dict[str, Any], int]:
 @pytest.mark.every(3)
 def test_weights_and_adapters_are_planned_to_the_byte(name: str) -> None:
     config = shallow(named_config(name), 2)
-    found = weigh.weigh(config, [256])
-    check_fixed(build(ModelShape.from_config(config), settings_of(256), device("80GiB")), found)
+    found = weigh.weigh(config, [64])
+    check_fixed(build(ModelShape.from_config(config), settings_of(64), device("80GiB")), found)
 
 
 def check_fixed(built: MemoryPlan, found: weigh.Weighed) -> None:
@@ -166,7 +166,7 @@ def test_an_embedding_and_head_that_are_trained_would_take_bytes_that_no_row_has
 @pytest.mark.parametrize(("name", "layers", "context", "modules", "changes"), [
     ("qwen3-4b", 2, 512, BOTH, {"optim": "adamw_torch", "logits_chunk": 256}),  # most in the embedding's backward pass
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (LLAMA, 3, 8192, BOTH, {}), (LLAMA, 3, 1024, BOTH, {}), (LLAMA, 3, 8192, BOTH[:1], {}),
+        (LLAMA, 3, 1024, BOTH, {}), (LLAMA, 3, 8192, BOTH[:1], {}),
         (LLAMA, 3, 20480, BOTH[1:], {"logits_chunk": 1280}), ("qwen3-4b", 4, 16384, BOTH[:1], {}),
     )),
 ])
@@ -234,10 +234,11 @@ TAUGHT = {"sampled_token": (0.5, {}), "full_logits": (0.5, {}), "full_logits alo
     pytest.param(name, marks=[pytest.mark.slow] * (name != "full_logits alone")) for name in TAUGHT])
 def test_a_teacher_would_raise_the_peak_of_training(name: str) -> None:
     """With few layers: a teacher would add as much to all of them, and more in proportion."""
-    config, tokens, (weight, changes) = shallow(named_config(LLAMA), 3), 20480, TAUGHT[name]
+    config, (weight, changes) = shallow(named_config(LLAMA), 3), TAUGHT[name]
+    tokens = 20480 if name.startswith("full_logits") else 10240  # of fewer, the two logits of a chunk are the peak
     settings = {"teacher": "base", "distillation_mode": name.split()[0], "distillation_weight": weight, **changes}
     alone, taught = without_teacher(tokens), weigh.weigh(config, [tokens], teacher=settings)
-    assert taught.device <= 1.01 * alone.device  # hidden states that stay on the card would be 1.04
+    assert taught.device <= 1.01 * alone.device  # hidden states that stay on the card would be 1.04, or 1.02
     if weight == 1:  # else the loss of the rewards keeps as much beside it
         hidden = 2 * config["hidden_size"] * (tokens - weigh.PROMPT)
         base, planned = (build(ModelShape.from_config(config), settings_of(tokens, teacher_hidden_bytes=size),
@@ -246,10 +247,10 @@ def test_a_teacher_would_raise_the_peak_of_training(name: str) -> None:
 
 
 KEEPERS = {  # a model, its layers, the tokens of a step, and settings of it: what the layers keep for backward
-    "all": ("qwen3-4b", 8, 4096, {"checkpointing": False, "mlp_tile": 0}),
+    "all": ("qwen3-4b", 4, 4096, {"checkpointing": False, "mlp_tile": 0}),
     "inputs on the card": ("qwen3-4b", 8, 4096, {"checkpointing": True}),
     "inputs on the host": ("llama-3.1-8b", 4, 8192, {}),
-    **{f"all in {kept} layers": ("qwen3-4b", 8, 4096, {"kept_layers": kept}) for kept in (1, 5)},
+    **{f"all in {kept} layers": ("qwen3-4b", 4, 4096, {"kept_layers": kept}) for kept in (1, 3)},
     **{f"all in 3 layers of {name}": (name, 4, 2048, {"kept_layers": 3})
        for name in ("qwen3-30b-a3b", "qwen3.5-4b", "gemma-4-e4b", "phi-4-14b")},
     "keys that others lend": ("gemma-4-e4b", 4, 20480, {}),  # made again in backward, if held, would be 3% more
@@ -357,8 +358,8 @@ def bytes_of_group(name: str, batch: MicroBatch) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "prompt", "completion", "times"), [
-    ("qwen2.5-3b", 1024, 128, 4), ("llama-3.1-8b", 1024, 128, 4), ("qwen3-4b", 1024, 128, 4),
-    ("phi-4-14b", 1024, 128, 4), ("llama-3.1-8b", 400, 128, 1),
+    ("qwen2.5-3b", 1024, 128, 4), ("qwen3-4b", 1024, 128, 4), ("phi-4-14b", 1024, 128, 4),
+    ("llama-3.1-8b", 400, 128, 1),
 ])
 def test_sequences_that_share_a_prompt_hold_what_is_planned_side_by_side(
     name: str, prompt: int, completion: int, times: int
@@ -371,12 +372,11 @@ def test_sequences_that_share_a_prompt_hold_what_is_planned_side_by_side(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-4b"])
-def test_a_prompt_that_is_computed_once_holds_no_more_than_is_planned(name: str) -> None:
-    """The plan counts copied keys as if there were as many heads of them as of queries: these models have fewer."""
+def test_a_prompt_that_is_computed_once_holds_no_more_than_is_planned() -> None:
+    """The plan counts copied keys as if there were as many heads of them as of queries: this model has a quarter."""
     batch = group_of_eight(4096, 128)
     assert prompts_once(batch.prompts)
-    planned, weighed = bytes_of_group(name, batch)
+    planned, weighed = bytes_of_group(LLAMA, batch)
     assert weighed <= planned <= 1.15 * weighed
 
 
@@ -767,7 +767,10 @@ def test_a_step_with_groups_of_heads_holds_what_is_planned_where_attention_holds
 
 @pytest.mark.slow
 def test_8b_trains_and_samples_131072_tokens_in_16_gib_and_holds_what_is_planned() -> None:
-    weighed(shallow(named_config(LLAMA), 3), 131072, head_groups=8)
+    config, long = shallow(named_config(LLAMA), 3), {"head_groups": 8, "chunk_rows": 4096}
+    built = build(ModelShape.from_config(config), settings_of(131072, **long), device("1024GiB"))
+    assert built.moment == "attention backward", "no chunk of logits"
+    weighed(config, 131072, head_groups=8, logits_chunk=4096)
     whole, grouped, chosen = (planned(LLAMA, "16GiB", 131072, kv_cache_dtype="fp8", head_groups=count)
                               for count in (1, 8, None))
     assert whole.train - grouped.train >= 5 * GIB
