@@ -158,7 +158,7 @@ class NotebookChanges(public.Changes):
             match keyword.value:
                 case ast.Constant(value=int(length)) if (public.called(node), keyword.arg) in LENGTHS:
                     keyword.value = self.expression("length", str(BYTES * length))
-            if self.own_template and keyword.arg in PARTS:
+            if self.own_template and keyword.arg in PARTS and not any(map(GPT_OSS.search, self.models)):
                 keyword.value = self.expression("model", repr(PARTS[keyword.arg]))
             if keyword.arg in ("target_modules", "modules_to_save"):
                 self.beside |= {*WHOLE} & {*texts_in(keyword.value)}

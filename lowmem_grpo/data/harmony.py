@@ -6,10 +6,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from lowmem_grpo.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SIGN = "<|channel|>final<|message|>"  # in a chat template of this format
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -47,7 +49,7 @@ class ChannelMessage:
 class HarmonyReader:
     """Reads completions in Harmony's format. Only tokens are marks, not text that looks like one."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.tokenizer, known = tokenizer, tokenizer.get_added_vocab()
         self.marks = {known[mark]: mark for mark in MARKS if mark in known}
 
@@ -80,12 +82,12 @@ class HarmonyReader:
         return answer, fields, [message for message in messages if message.recipient]
 
 
-def is_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
+def is_harmony(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Return whether a tokenizer's chat template writes this format, with marks that are tokens."""
     return SIGN in str(tokenizer.chat_template) and {"<|channel|>", "<|message|>"} <= {*tokenizer.get_added_vocab()}
 
 
-def message_reader(tokenizer: PreTrainedTokenizerBase) -> ReadMessage | None:
+def message_reader(tokenizer: "PreTrainedTokenizerBase") -> ReadMessage | None:
     """Return the function that reads a completion as a message with its channels; None for another format, in which a
     completion's text is its content."""
     if not is_harmony(tokenizer):

@@ -103,7 +103,8 @@ WRONG = {  # command line: words of the refusal
     "export /no/such --out made": "there is no /no/such; give the folder of a run",
     "export ia3 --out made": "is of type IA3; only LoRA can be loaded", "export torn --out made": "cannot be read",
     "export .": "Missing option '--out'",
-    "export . --out made --format onnx": "'onnx' is not one of 'adapter', 'merged', 'merged_4bit', 'gguf'",
+    "export . --out made --format onnx": (
+        "'onnx' is not one of 'adapter', 'merged', 'merged_4bit', 'merged_mxfp4', 'gguf'"),
     "export . --out made --push badname": "the repository is 'badname'; a name on the hub has the form OWNER/NAME",
     "export lora --out plain": "plain is a file",
     "export lora --out empty": "empty is not empty; choose another folder",
