@@ -17,7 +17,8 @@ IDS = torch.arange(3, 60)[None]
 
 
 def run(folder: Path, out: Path, **settings: Any) -> GRPOTrainer:
-    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=256, dtype=torch.float32)
+    model, _ = FastLanguageModel.from_pretrained(
+        str(folder), max_seq_length=256, dtype=torch.float32, load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(model, r=2, use_gradient_checkpointing=False, target_modules=[
         "q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     return make(out, by_letters, model=model, max_steps=3, beta=0.02, num_iterations=2, save_strategy="steps",
