@@ -1,12 +1,15 @@
 """Functions of a model run in the sandbox under Unsloth's names, and end in time."""
 
+import gc
 import logging
 import os
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sandboxed import working_isolation
+from sandboxed import descendants, working_isolation
 from tables import every_row
 
 import lowmem_grpo
@@ -22,6 +25,18 @@ from lowmem_grpo.utils import UnsupportedError
 ADD = "def add(a, b):\n    def adder(a):\n        return a + b\n    return adder(b) + b\n"  # of Unsloth's notebook
 ENDLESS = "def wait():\n    while True:\n        pass\n"
 LONG, SHORT = 600.0, 0.2  # seconds that no machine needs, and that an endless loop passes on each
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """After every test: no process of a function, once the frames that pytest's exceptions hold are collected."""
+    yield
+    if descendants():
+        gc.collect()
+    deadline = time.monotonic() + 60
+    while (left := descendants()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, "these processes did not end in a minute"
 
 
 def made(code: str) -> Any:
