@@ -35,6 +35,7 @@ from lowmem_grpo.kernels.rope import rope
 from lowmem_grpo.kernels.routed_experts import routed_experts
 from lowmem_grpo.kernels.thin_products import thin_products
 from lowmem_grpo.kernels.varlen import VarlenSequences
+from lowmem_grpo.models.attention_sinks import attention_with_sinks
 from lowmem_grpo.models.head_groups import by_head_groups
 from lowmem_grpo.models.packed_attention import parts
 from lowmem_grpo.models.packing import collate
@@ -63,7 +64,7 @@ def turned(q: Tensor, k: Tensor, **options: bool) -> tuple[Tensor, Tensor]:
     return rope(q, k, *(one.to(q.dtype) for one in ANGLES), **options)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attended(q: Tensor, k: Tensor, v: Tensor, heads: slice = slice(None)) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
@@ -144,6 +145,7 @@ EXPERTS = expert_problem(5, (3, 2, 33, 7), "plain")
 SQUARE, ADAPTER = torch.randn(33, 33, generator=torch.Generator().manual_seed(1)), [(4, 33), (5, 33), (33, 5)]
 MORE: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {  # which have tests of their own
     "groups of heads": (lambda q, k, v: by_head_groups(q * 1, k * 1, v * 1, attended, 2), [(1, 4, 7, 8)] * 3),
+    "sinks": (lambda q, k, v: attention_with_sinks(q, k, v, SQUARE[0, :4, None], None, True, None), [(1, 4, 7, 8)] * 3),
     "ranges of heads": (lambda x: parts(x * 1, [(0, 5), (2, 7)]), [(1, 2, 7, 8)]),
     "lora_linear": (lambda x, a, b: lora_linear(x, [SQUARE], [LoRA(a, b)]), ADAPTER),
     "nf4_linear": (lambda x, a, b: nf4_linear(x, quantized(33, 33, torch.float32), a, b), ADAPTER),
