@@ -205,8 +205,8 @@ class FastLanguageModel:
         `exclude_modules`, `layers_pattern`, `rank_pattern`, `alpha_pattern` and `init_lora_weights` (True, False,
         "gaussian", "orthogonal", "eva") mean what they mean in PEFT's LoraConfig.
 
-        In gpt-oss, names of an MLP (`gate_proj`, `up_proj`, `down_proj`) put LoRA on all experts, as PEFT's
-        `target_parameters` do. Without these names only attention is trained.
+        In gpt-oss, names of an MLP (`gate_proj`, `up_proj`, `down_proj`) put LoRA on all experts, and so do PEFT's
+        `target_parameters`, beside `target_modules` (None: attention). Otherwise only attention is trained.
 
         `modules_to_save=["embed_tokens", "lm_head"]`, or these names in `target_modules`, trains embedding and head
         whole, and `trainable_token_indices` (ids, or a dict of ids by module) only the rows of these tokens. A tied

@@ -331,6 +331,7 @@ def check_activation(activation: Activation) -> None:
 
 
 def variants(capability: int, dtype: torch.dtype) -> list[Variant]:
+    """Return a variant of each kernel for each activation and tile, with and without the product."""
     cases: list[Variant] = []
     launches = launch_rule(64), launch_rule(256), launch_rule(1024)
     for activation, launch in product((*APPROXIMATE, ClampedSwiGLU().text), launches):

@@ -116,6 +116,7 @@ def nvfp4_dequantize_kernel(
 def nvfp4_dequantize_cpu(
     out: Tensor, codes: Tensor, scales: Tensor, divisors: Tensor, first_row: int, first_column: int
 ) -> None:
+    """Write to `out` the rows and columns from the first ones on, a band of rows at a time."""
     rows, width = out.shape
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     step = max(1, REFERENCE_ELEMENTS // max(width, 1))
@@ -130,6 +131,7 @@ def nvfp4_dequantize_cpu(
 def nvfp4_dequantize_triton(
     out: Tensor, codes: Tensor, scales: Tensor, divisors: Tensor, first_row: int, first_column: int
 ) -> None:
+    """Write to `out` the rows and columns from the first ones on, by the kernel."""
     (rows, width), (height, size) = out.shape, DEQUANTIZE.constexprs.values()
     tiles = triton.cdiv(width, 2 * size)
     if out.numel():

@@ -76,10 +76,6 @@ class ExpertsNF4Quantizer(Bnb4BitHfQuantizer):
                                 operations=[QuantizeExperts()]) for name, parts in STACKS.items()]
         return [*kept, *ours, *self.get_weight_conversions()]
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        check_packed(model)
-        return super()._process_model_after_weight_loading(model, **kwargs)
-
 
 def check_stored(model: PreTrainedModel, files: Any) -> None:
     """Raise ValueError if the files lack an expert's matrix, or store experts under other names."""
@@ -142,8 +138,7 @@ class ExpertsMXFP4Quantizer(HfQuantizer):
         use_packed_stacks(model, getattr(torch, self.quantization_config.compute_dtype))
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        check_packed(model)
-        return model
+        return model  # `check_packed` is called once it is known that no tensor is missing
 
 
 def packed_names() -> list[WeightRenaming]:

@@ -9,10 +9,9 @@ PEFT itself adds the product for all experts to a copy of the stack. Here the st
 import math
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import nn
 
 from lowmem_grpo.kernels.frozen import FrozenStack
 from lowmem_grpo.kernels.lora_factors import LoRA
@@ -87,9 +86,3 @@ class ExpertLoRA(nn.Module, LoraLayer):
         """Raise ValueError: experts are not merged in place."""
         raise ValueError("an adapter is not merged into experts in place. Save the merged model: "
                          'save_pretrained_merged(folder, tokenizer, "merged_16bit")')
-
-    def get_delta_weight(self, adapter: str) -> Tensor:
-        """Return what an adapter adds to the stack (E, out, in), in float32."""
-        a, b = (factor.float() for factor in self.factors(adapter))
-        pairs = torch.einsum("ore,eri->eoi", b.unflatten(1, (-1, self.experts)), a.unflatten(0, (self.experts, -1)))
-        return pairs * self.scaling[adapter]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -35,7 +36,7 @@ from lowmem_grpo.memory.oom import freed_memory_returned
 from lowmem_grpo.models import attention
 from lowmem_grpo.models.card_check import check_dtype
 from lowmem_grpo.models.chat_ids import with_ids
-from lowmem_grpo.models.expert_loading import ExpertsNF4Config, keep_packed
+from lowmem_grpo.models.expert_loading import ExpertsNF4Config, check_packed, keep_packed
 from lowmem_grpo.models.experts import packed_stacks, use_routed_blocks
 from lowmem_grpo.models.fp8_layers import SCALE, FP8Config, keep_stored, to_quantize
 from lowmem_grpo.models.gguf_file import gguf_config, gguf_tensors
@@ -98,6 +99,8 @@ class Pretrained:
                 self.path, config, names, dtype=dtype, device_map={"": device},
                 attn_implementation=attention_of(config), **self.options, **how,
             )
+            if stored == MXFP4:
+                check_packed(model)
             if is_gguf(self.path):
                 model.name_or_path = model.config.name_or_path = self.name
         if stored is not None:
@@ -160,6 +163,9 @@ class Pretrained:
                 raise
             raise ValueError(f"the weights of {self.name!r} do not have the sizes of its config.json: one of them is "
                              "of another model; fetch it again") from error
+        except SafetensorError as error:
+            raise ValueError(f"a file with weights of {self.name!r} cannot be read ({first_line(error)}), as one that "
+                             "was cut off: fetch the model again") from error
         except DAMAGED as error:
             raise ValueError(DAMAGE.format(self.name, type(error).__name__, first_line(error))) from error
 

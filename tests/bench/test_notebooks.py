@@ -13,13 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import notebooks
 from bench.common.rows import read_rows
+from bench.made_rows import DATASETS, load_dataset
 from bench.notebooks import (
-    DATASETS,
     THINKING,
     UPLOAD,
     NotebookChanges,
     changes_of,
-    load_dataset,
     notebooks_table,
     reason,
     small_model,
@@ -38,7 +37,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "unsloth_grpo_notebook.py"
     ("from unsloth.chat_templates import a", "from lowmem_grpo.chat_templates import a", "imports"),
     ("from trl import GRPOConfig, PPO", "from lowmem_grpo import GRPOConfig\nfrom trl import PPO", "imports"),
     ("if 1:\n    from vllm import SamplingParams", "if 1:\n    from lowmem_grpo import SamplingParams", "imports"),
-    ("from datasets import load_dataset", "from bench.notebooks import load_dataset", "dataset"),
+    ("from datasets import load_dataset", "from bench.made_rows import load_dataset", "dataset"),
     ("FastModel.from_pretrained(model_name='a/b', r=1)", "FastModel.from_pretrained(model_name='small', r=1)", "model"),
     ("model_id = 'a/b-c'", "model_id = 'small'", "model"),
     ("model_id, out = 'a/b', 'c/d'", "model_id, out = 'small', 'c/d'", "model"),

@@ -223,7 +223,12 @@ def other_names(tensors: Any) -> None:
         tensors[name.replace("_blocks", ".codes")] = tensors.pop(name)
 
 
+def no_scales(tensors: Any) -> None:
+    del tensors[f"{NAME}_scales"]
+
+
 @pytest.mark.parametrize(("change", "words"), [
+    (no_scales, r"lacks 1 tensors .* such as model\.layers\.1\.mlp\.experts\.down_proj\.scales"),
     (nan_scale, r"layers\.1\.mlp\.experts\.down_proj is stored in MXFP4, and 1 of .* scales are NaN"),
     (short_rows, r"blocks and scales are \(32, 64, 2, 16\) and \(32, 64, 2\), where its config has \(32, 64, 3, 16\)"),
     (other_blocks, r"blocks and scales are \(32, 64, 6, 8\)"), (other_names, "lacks 4 tensors"),
@@ -233,6 +238,16 @@ def test_a_damaged_checkpoint_is_refused_with_what_is_wrong(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         FastLanguageModel.from_pretrained(str(changed(folder, tmp_path / "changed", change)), max_seq_length=64)
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_a_file_that_was_cut_off_is_refused_with_the_models_name(
+    four_bit: bool, folder: Path, tmp_path: Path
+) -> None:
+    cut = changed(folder, tmp_path / "cut", lambda tensors: None) / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1000])
+    with pytest.raises(ValueError, match=r"weights of '.*cut' cannot be read \(.*fetch the model again"):
+        FastLanguageModel.from_pretrained(str(cut.parent), max_seq_length=64, load_in_4bit=four_bit)
 
 
 @pytest.mark.parametrize("four_bit", [False, True])

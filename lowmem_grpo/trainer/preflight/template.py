@@ -186,6 +186,7 @@ def other_end(subject: Subject) -> Iterator[Finding]:
 
 
 def other_end_of_calls(subject: Subject) -> Iterator[Finding]:
+    """Yield a warning if the token that ends a tool call in the chat template does not end a completion."""
     try:
         renderer, _ = try_turns(subject)
         if not isinstance(renderer, Renderer) or not renderer.template.tools:
