@@ -63,7 +63,7 @@ def instructions_of(cell: Cell, arguments: Cell = None) -> list[Instruction]:
     cell, arguments = read(cell), read(arguments)
     if isinstance(cell, dict):
         if listed := next((key for key in ("instruction_id", "instruction_id_list") if key in cell), None):
-            return instructions_of(cell[listed], cell.get("kwargs"))
+            return listed_instructions(read(cell[listed]), read(cell.get("kwargs")))
         name = str(cell.get("func_name"))
         kind, renamed = RLVR.get(name, (name, {}))
         own = {renamed.get(str(key), str(key)): value for key, value in cell.items() if key != "func_name"}
@@ -73,6 +73,12 @@ def instructions_of(cell: Cell, arguments: Cell = None) -> list[Instruction]:
     names = values_of(cell)
     if names and all(isinstance(name, dict) for name in names):
         return [each for name in names for each in instructions_of(name)]
+    return listed_instructions(names, arguments)
+
+
+def listed_instructions(cell: Cell, arguments: Cell) -> list[Instruction]:
+    """Return the instructions of a list of names (or of one name), each with its own arguments or with the same."""
+    names = values_of(cell)
     given = arguments if isinstance(arguments, list) else [arguments] * len(names)
     if len(given) != len(names):
         raise ValueError(f"it has {len(names)} instructions and arguments for {len(given)}")

@@ -1,6 +1,7 @@
 """`follows_instructions`: verdicts beside the public IFEval checker's, and the layouts of the public data sets."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,16 @@ def test_an_unknown_instruction_gets_a_verdict_or_raises(cell: Any, caplog: pyte
     assert pay(completions=["A text."], ground_truth=[cell]) == [None]
     assert len(caplog.records) == 1
     assert pay.fault_of_row({"ground_truth": cell}) and not pay.fault_of_row({"ground_truth": WORDS})
+
+
+def test_a_nested_row_is_refused_only_where_python_happens_to_allow_little_recursion() -> None:
+    pay, before = rewards.follows_instructions("ground_truth").reward(), sys.getrecursionlimit()
+    sys.setrecursionlimit(before + 2000)  # compilers and notebooks raise it
+    try:
+        fault = pay.fault_of_row({"ground_truth": '{"instruction_id": ' * 900 + "{}" + "}" * 900})
+    finally:
+        sys.setrecursionlimit(before)
+    assert fault and "cannot be checked" in fault
 
 
 @pytest.mark.parametrize("cell", [None, [], ""])
