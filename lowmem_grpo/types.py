@@ -237,6 +237,7 @@ TOKEN_FIELDS = {row.name: row for row in (
     TokenField("teacher_top_ids", "int64"),  # (C, K) the tokens that a teacher elsewhere thinks likeliest,
     TokenField("teacher_top_logprobs"),  # and their log-probabilities
     TokenField("teacher_mask"),  # 1 where the teacher is learnt from
+    TokenField("label"),  # 1 for a completion that is wanted, 0 for one that is not
 )}  # algorithms may add rows
 
 
