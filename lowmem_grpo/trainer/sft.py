@@ -9,7 +9,6 @@ as in TRL's `nll`; TRL's `dft` multiplies each log p by p, as a constant. data/s
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,16 @@ from lowmem_grpo.config.from_trl import check_model, either, settings_of, taken_
 from lowmem_grpo.config.sft import SFTConfig
 from lowmem_grpo.data.examples import each_of
 from lowmem_grpo.data.packing import PackEncoder
-from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
+from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.data.shapes import Shapes, tokenised
-from lowmem_grpo.data.stream import source_of
 from lowmem_grpo.losses.objective import Objective, PolicyOutputs, StepTotals
 from lowmem_grpo.models.policy import evaluating
-from lowmem_grpo.rollout.assessment import OF_LOSS, evaluation_sets
+from lowmem_grpo.rollout.assessment import evaluation_sets
 from lowmem_grpo.runs.views.live import SFTView
+from lowmem_grpo.trainer.offline import OfflineTrainer, ShownRows, longest_row
 from lowmem_grpo.trainer.optim import make_scheduler
-from lowmem_grpo.trainer.parts import bring_model, make_parts
-from lowmem_grpo.trainer.run_memory import plan_memory
-from lowmem_grpo.trainer.trl_api import TrlApi
+from lowmem_grpo.trainer.parts import bring_model
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
-
-MEASURED = ("loss", "entropy", "mean_token_accuracy", "learning_rate", "grad_norm", "optimizer/skipped",
-            "nonfinite/steps", "micro_batches")  # what the learner measures in a step
 
 UNTRAINED = -100  # transformers' label of a token that does not count
 
@@ -68,15 +62,7 @@ def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
     tokenizer.eos_token = settings.eos_token
 
 
-def longest_row(settings: SFTConfig, context: int) -> int:
-    """Return the limit on prompt and completion together, in tokens; ValueError if the context is shorter."""
-    if settings.max_length is not None and settings.max_length > context:
-        raise ValueError(f"max_length is {settings.max_length} and the context has {context} tokens; lower it, or load "
-                         "with a larger max_seq_length")
-    return settings.max_length or context
-
-
-class SFTTrainer(TrlApi):
+class SFTTrainer(OfflineTrainer):
     """Fine-tuning with TRL's constructor. `train()` repeats `next_groups()` and `update(groups)`, and saves
     checkpoints. The model can be passed to GRPOTrainer as it is. GRPO's KL reference is then this fine-tuned model
     (kl_reference "start"), or with kl_reference "base" the base model without adapter."""
@@ -84,6 +70,7 @@ class SFTTrainer(TrlApi):
     args: SFTConfig
     method = "sft"
     view_class = SFTView
+    of_loss = ("loss", "entropy", "mean_token_accuracy")
 
     def __init__(
         self, model: Any = None, *placed: Any, train_dataset: Any = None, args: Any = None,
@@ -103,44 +90,32 @@ class SFTTrainer(TrlApi):
         tokenizer = either(processing_class, tokenizer)
         config = taken_in(others, settings_of(args, SFTConfig), SFTTrainer)
         check_model(model, type(self))
-        self.given_rows, self.given_eval_rows = train_dataset, eval_dataset
         trained = bring_model(model, config, tokenizer, peft_config, quantization_config, config.max_length or 0)
         set_chat(trained.tokenizer, config)
-        longest, ends = longest_row(config, trained.context), trained.policy.eos_token_ids(trained.tokenizer)
-        self.shown: dict[str, Any] = {}  # tokenised datasets by name
+        longest = longest_row(config.max_length, trained.context)
+        ends = trained.policy.eos_token_ids(trained.tokenizer)
+        self.shown = ShownRows(tokenised)
         if preprocess_logits_for_metrics is not None and compute_metrics is None:
             raise ValueError("preprocess_logits_for_metrics is given, and compute_metrics is not; compute_metrics "
                              "reads the preprocessed logits, so pass both or neither")
         self.predictions = Predictions(compute_metrics, preprocess_logits_for_metrics) if compute_metrics else None
         self.shapes = Shapes(config, trained.tokenizer, longest, ends, formatting_func)
-        rows, self.encoder = self.shapes.read(train_dataset)
-        source = source_of(rows, self.encoder, config.order_seed, config.shuffle_dataset, whole=1,
-                           micro_batch=config.per_device_train_batch_size,
-                           horizon=max(0, config.max_steps * config.batch_size))
-        memory, peaks = plan_memory(trained.model, config, trained.policy, longest, "max_length", trained.ranks)
         self.own_schedule = not optimizers or optimizers[1] is None
-        super().__init__(make_parts(trained, config, source, SFTObjective(config.loss_type), memory, peaks, optimizers),
-                         callbacks, eval_dataset)
+        super().__init__(trained, config, SFTObjective(config.loss_type), train_dataset, eval_dataset, longest,
+                         callbacks, optimizers)
+
+    def read(self, dataset: Any, parameter: str = "train_dataset") -> tuple[Any, Any]:
+        return self.shapes.read(dataset, parameter)
 
     @property
     def train_dataset(self) -> Any:
         """The tokenised training rows, with `input_ids` and `labels`, as a `datasets.Dataset`."""
-        return self.tokenised("train", self.given_rows, lambda: (self.source.dataset, self.source.encoder))
+        return self.shown.of("train", self.given_rows, lambda: (self.source.dataset, self.source.encoder))
 
     @property
     def eval_dataset(self) -> Any:
         """The evaluation rows, tokenised as in `train_dataset`; a dict by name for several datasets."""
-        dataset = self.given_eval_rows
-        several = dataset if isinstance(dataset, Mapping) else {"eval": dataset}
-        shown = {name: self.tokenised(f"eval {name}", rows, partial(self.shapes.read, rows, "eval_dataset"))
-                 for name, rows in several.items()}
-        return shown if several is dataset else shown["eval"]
-
-    def tokenised(self, name: str, rows: Any, read: Callable[[], tuple[Any, Any]]) -> Any:
-        """Return the rows as a tokenised dataset, made once for each name; None for no rows."""
-        if name not in self.shown and rows is not None:
-            self.shown[name] = tokenised(rows, *read())
-        return self.shown.get(name)
+        return self.shown.of_each(self.given_eval_rows, lambda rows: self.read(rows, "eval_dataset"))
 
     def train_only(self, wrap: Callable[[Any], Any]) -> None:
         """Replace the encoder of each dataset by `wrap(encoder)`; datasets already read are read again."""
@@ -152,7 +127,7 @@ class SFTTrainer(TrlApi):
             self.source.encoder = wrap(encoder)
         self.source.unusable.clear()
         self.eval_sets = evaluation_sets(self.given_eval_rows, self.args, self.evaluation_rows)
-        self.shown.clear()
+        self.shown.made.clear()
         self.count_again()
 
     def count_again(self) -> None:
@@ -164,52 +139,17 @@ class SFTTrainer(TrlApi):
                 group["lr"] = group["initial_lr"]
             self.learner.scheduler = make_scheduler(self.optimizer, self.args, self.state.max_steps)
 
-    def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> list[RolloutGroup]:
-        """Return every usable row of an evaluation dataset as a group; DataError if there is none."""
-        rows, encoder = self.shapes.read(super().evaluation_rows(dataset, parameter), parameter)
-        source = PromptSource(rows, encoder, self.args.seed, shuffle=False)
-        encoded = [encoder.encode(rows[index]) for index in range(len(rows))]
-        for index, reason in enumerate(encoded):
-            if isinstance(reason, str):
-                source.count_skip(index, f"{reason} (evaluation)")
-        groups = as_groups(example for example in encoded if isinstance(example, Prompt))
-        if not groups:
-            raise DataError(f"no row of the evaluation dataset can be used: {source.skip_summary()}")
-        return groups
-
-    def next_groups(self) -> list[RolloutGroup]:
-        """Return the rows of the next optimizer step, each as a prompt with one completion."""
-        return as_groups(self.source.next_batch(self.args.batch_size), self.state.policy_version)
-
-    def update(self, groups: list[RolloutGroup], at_most: int | None = None) -> dict[str, float]:
-        metrics = super().update(groups, at_most)
-        completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
-        self.state.num_tokens += completions + sum(len(group.prompt_ids) for group in groups)
-        beside = [f"{what}/{group['name']}" for group in self.optimizer.param_groups if "name" in group
-                  for what in ("learning_rate", "grad_norm")]  # of modules that are trained beside LoRA
-        return {name: metrics[name] for name in (*MEASURED, *beside) if name in metrics} | {
-            "completions/tokens": completions}
-
-    def step(self) -> dict[str, float]:
-        return self.update(self.next_groups())
-
-    def measured(self, before: int, groups: list[RolloutGroup], timing: dict[str, float]) -> dict[str, Any]:
-        completions = sum(len(rollout.completion_ids) for group in groups for rollout in group.rollouts)
-        return {"step_time": timing["step_time"], "tokens_per_second": completions / timing["step_time"],
-                "memory/oom_train": self.memory.train.failures, "num_tokens": self.state.num_tokens,
-                "data/skipped_rows": sum(self.source.skipped.values())}
+    def groups_of(self, items: Iterable[Prompt], policy_version: int = 0) -> list[RolloutGroup]:
+        """Return each row as a prompt with one completion."""
+        return as_groups(items, policy_version)
 
     def measure_evaluation(self, rows: list[RolloutGroup]) -> dict[str, float]:
-        """Return loss, entropy and accuracy over these rows' trained tokens, dropout off, and the user's metrics."""
-        metrics = self.learner.measure(rows)
+        """Also return the user's metrics."""
         own = {} if self.predictions is None else self.predictions.metrics(self.model, rows)
-        return {name: metrics[name] for name in OF_LOSS if name in metrics} | own
+        return super().measure_evaluation(rows) | own
 
     def may_measure(self, name: str) -> bool:
         return self.predictions is not None or super().may_measure(name)
-
-    def evaluation_names(self) -> set[str]:
-        return super().evaluation_names() | {"loss", "entropy", "mean_token_accuracy"}
 
 
 def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[RolloutGroup]:
