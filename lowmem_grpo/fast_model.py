@@ -69,6 +69,7 @@ class Loaded:
     stop_ids: tuple[int, ...] = ()  # end tokens of the last training besides the usual ones
     lora_arguments: dict[str, Any] | None = None  # those of get_peft_model, if it was called
     runs: list[tuple[Callable[[], Any], TrainerState]] = field(default_factory=list)  # facts and state of trainers
+    slots: list[str] = field(default_factory=list)  # adapters beside the model's own, of a reward model or a critic
     tokens: int = field(init=False)  # of the tokenizer, when it was loaded
 
     def __post_init__(self) -> None:
@@ -229,6 +230,9 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         """Write what `save_pretrained` writes."""
         if len(args) < 3:  # PEFT's "auto" asks the hub about the vocabulary, and adds a resized base's matrices
             kwargs.setdefault("save_embedding_layers", False)
+        if self.loaded.slots and len(args) < 2:
+            own = [name for name in self.peft_config if name not in self.loaded.slots]
+            kwargs["selected_adapters"] = kwargs.get("selected_adapters") or own
         super().save_pretrained(save_directory, *args, **kwargs)
         self.rename_experts(save_directory, kwargs.get("selected_adapters") or [*self.peft_config])
         self.base_record().write(Path(save_directory))

@@ -28,6 +28,7 @@ from lowmem_grpo.runs.expert_names import named_in_model, settings_in_model
 from lowmem_grpo.runs.saved_adapter import ADAPTER_FILE, AdapterError, adapter_settings, check_adapter_folder
 
 PREFIX = "base_model.model."  # PEFT's prefix of module names
+SEQ_CLS, SCORE = "SEQ_CLS", "score"  # PEFT's task type of a reward model, and the name of its head in transformers
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIDES = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 STARTS = ("true", "false", "none", "gaussian", "eva", "orthogonal")  # values that leave the base weights unchanged
@@ -75,12 +76,33 @@ def base_matrices(folder: Path) -> dict[str, Tensor]:
 
 def read_all(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str, Tensor]]:
     """Return the PEFT config, the trained tensors, and the base's matrices."""
+    settings, stored = contents_of(folder)
+    if is_reward_model(settings):
+        raise AdapterError(f"the adapter in {folder} is a reward model, which scores texts and writes none. Reward "
+                           f"completions with reward_funcs=rewards.from_adapter({str(folder)!r}), or load it with "
+                           "transformers' AutoModelForSequenceClassification and peft")
+    return parts_of(folder, settings, stored)
+
+
+def contents_of(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return adapter_config.json and the tensors of an adapter, as they are stored."""
     check_adapter_folder(folder)
     settings = adapter_settings(folder)
     try:
-        stored = load_file(folder / ADAPTER_FILE)
+        return settings, load_file(folder / ADAPTER_FILE)
     except (ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {error}; use an older checkpoint") from error
+
+
+def is_reward_model(settings: Mapping[str, Any]) -> bool:
+    """Return whether an adapter's settings are those of a classifier's, as PEFT names its head."""
+    saved = settings.get("modules_to_save")
+    return settings.get("task_type") == SEQ_CLS or (isinstance(saved, list) and SCORE in saved)
+
+
+def parts_of(folder: Path, settings: dict[str, Any], stored: dict[str, Tensor]
+             ) -> tuple[LoraConfig, dict[str, Tensor], dict[str, Tensor]]:
+    """Return what `read_all` returns, of these contents."""
     tensors = named_in_model(stored, settings, folder)
     layers = [layer.removeprefix(PREFIX) for layer in layers_of(tensors)]
     config = lora_config(settings_in_model(settings, layers), folder)
@@ -209,6 +231,13 @@ def check_for(model: nn.Module, folder: Path) -> tuple[LoraConfig, dict[str, Ten
     """Return the config and the tensors of the adapter in `folder`. AdapterError unless it is complete and fits the
     LoRA layers, the embedding and the head of `model`."""
     config, tensors = read_adapter(folder)
+    check_fits(model, folder, config, tensors)
+    check_base_matrices(model, folder)
+    return config, tensors
+
+
+def check_fits(model: nn.Module, folder: Path, config: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Raise AdapterError unless what was read of an adapter's folder is complete and fits the model."""
     saved = layers_of(tensors)
     check_patterns(config, (name.removeprefix(PREFIX) for name, _ in model.named_modules()), f"the adapter in {folder}")
     held = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -231,8 +260,6 @@ def check_for(model: nn.Module, folder: Path) -> tuple[LoraConfig, dict[str, Ten
             raise AdapterError(f"the adapter in {folder} does not fit: {name} {problem}")
     for problem in problems_beside(model, config, tensors):
         raise AdapterError(f"the adapter in {folder} does not fit: {problem}")
-    check_base_matrices(model, folder)
-    return config, tensors
 
 
 def check_base_matrices(model: Any, folder: Path) -> None:

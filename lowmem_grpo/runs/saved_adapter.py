@@ -249,9 +249,10 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def check_base(folder: Path, name: str, revision: str | None, sha256: str | None = None) -> None:
+def check_base(folder: Path, name: str, revision: str | None, sha256: str | None = None,
+               call: str = "load_lora") -> None:
     """Raise AdapterError if the adapter's record names another base than the model `name` at `revision`, or a GGUF file
-    with another hash than `sha256`."""
+    with another hash than `sha256`. `call` takes `any_base`."""
     record = base_of_adapter(folder)
     if record.model is None:
         return
@@ -262,7 +263,7 @@ def check_base(folder: Path, name: str, revision: str | None, sha256: str | None
                                                    (name, revision, sha256)))
         raise AdapterError(f"the adapter in {folder} was trained on {trained}, and this model is {here}: load that "
                            "base, or, if both are the same weights under two names, say so: "
-                           f"load_lora({str(folder)!r}, any_base=True)")
+                           f"{call}({str(folder)!r}, any_base=True)")
 
 
 def same_model(model: str, other: str) -> bool:
