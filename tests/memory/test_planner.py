@@ -118,10 +118,10 @@ def check_fixed(built: MemoryPlan, found: weigh.Weighed) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "context"), [("qwen3.5-4b", 1024), ("gemma-4-e4b", 8192)])
+@pytest.mark.parametrize(("name", "context"), [("qwen3.5-4b", 512), ("gemma-4-e4b", 8192)])
 def test_two_periods_of_layers_that_differ_are_planned_within_five_percent(name: str, context: int) -> None:
     """Beside fewer weights than the whole model's, whose bytes are exact, so that an error in a layer shows more."""
-    config, chunk = shallow(named_config(name), 8), 256  # fewer than the tokens that are trained, half of them or more
+    config, chunk = shallow(named_config(name), 8), min(256, context // 4)  # half of the trained tokens or fewer
     measured = weighed(config, context, logits_chunk=chunk)
     beside = measured.device - measured.activations
     activations = planned_bytes(config, settings_of(context, chunk_rows=chunk)) - beside
@@ -166,7 +166,7 @@ def test_an_embedding_and_head_that_are_trained_would_take_bytes_that_no_row_has
 @pytest.mark.parametrize(("name", "layers", "context", "modules", "changes"), [
     ("qwen3-4b", 2, 512, BOTH, {"optim": "adamw_torch", "logits_chunk": 256}),  # most in the embedding's backward pass
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (LLAMA, 3, 1024, BOTH, {}), (LLAMA, 3, 8192, BOTH[:1], {}),
+        (LLAMA, 3, 1024, BOTH, {}), (LLAMA, 2, 4096, BOTH[:1], {}),
         (LLAMA, 3, 20480, BOTH[1:], {"logits_chunk": 1280}), ("qwen3-4b", 4, 16384, BOTH[:1], {}),
     )),
 ])
@@ -252,8 +252,9 @@ KEEPERS = {  # a model, its layers, the tokens of a step, and settings of it: wh
     "inputs on the host": ("llama-3.1-8b", 4, 8192, {}),
     **{f"all in {kept} layers": ("qwen3-4b", 4, 4096, {"kept_layers": kept}) for kept in (1, 3)},
     **{f"all in 3 layers of {name}": (name, 4, 2048, {"kept_layers": 3})
-       for name in ("qwen3-30b-a3b", "qwen3.5-4b", "gemma-4-e4b", "phi-4-14b")},
-    "keys that others lend": ("gemma-4-e4b", 4, 20480, {}),  # made again in backward, if held, would be 3% more
+       for name in ("qwen3-30b-a3b", "gemma-4-e4b", "phi-4-14b")},
+    "all in 3 layers of qwen3.5-4b": ("qwen3.5-4b", 4, 1024, {"kept_layers": 3, "chunk_rows": 128}),
+    "keys that others lend": ("gemma-4-e4b", 4, 10240, {}),  # made again in backward, if held, would be 1.8% more
 }
 
 
@@ -262,10 +263,11 @@ KEEPERS = {  # a model, its layers, the tokens of a step, and settings of it: wh
 def test_what_layers_keep_for_backward_is_planned_on_the_card_and_on_the_host(case: str) -> None:
     name, layers, context, changes = KEEPERS[case]
     config, settings = shallow(named_config(name), layers), settings_of(context, **changes)
-    features = {key: value for key, value in changes.items() if key != "mlp_tile"}
+    features = {"logits_chunk" if key == "chunk_rows" else key: value for key, value in changes.items()
+                if key != "mlp_tile"}
     measured = weigh.weigh(config, [context], weigh.Features(**features))
     found = build(ModelShape.from_config(config), settings, device("1024GiB"))
-    near = 0.02 if context == 20480 else NEAR
+    near = 0.01 if context == 10240 else NEAR
     assert math.isclose(found.train_allocated, measured.device, rel_tol=near)
     if name in ("qwen3-4b", "llama-3.1-8b"):  # within a layer's input
         assert abs(found.host - measured.host) <= 2 * context * config["hidden_size"] + 4 * 2**20

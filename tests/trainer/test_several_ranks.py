@@ -170,23 +170,32 @@ def wait_for_step(run: Ranked, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGSTOP), (1, signal.SIGKILL)])
-def test_a_killed_or_stopped_rank_ends_the_run_and_the_last_checkpoint_is_good(
-    tmp_path: Path, victim: int, number: int
-) -> None:
-    """Also the first one, in which torch's store lives."""
-    run = Ranked(tmp_path, 2, train, max_steps=1000, save_steps=2)
+def test_a_killed_or_stopped_rank_ends_the_run_and_the_last_checkpoint_is_good(tmp_path: Path) -> None:
+    """Also the first one, in which torch's store lives. Both wait together until they count as lost."""
+    begun = [(1, broken(tmp_path / "killed", 1, signal.SIGKILL)), (0, broken(tmp_path / "stopped", 0, signal.SIGSTOP))]
+    found = [ended(run, victim) for victim, run in begun]
+    for (victim, run), told in zip(begun, found, strict=True):
+        assert told[victim] is None and f"RankError: rank {victim} is lost" in told[1 - victim]
+        newest = list_checkpoints(run.folder)[-1]
+        verify(newest)
+        done = int(newest.name.rpartition("-")[2])
+        Ranked(run.folder, 2, train, max_steps=done + 2, save_steps=2, resume=True).wait()
+        assert [line["step"] for line in read_lines(run.folder / "metrics.jsonl")] == list(range(1, done + 3))
+
+
+def broken(folder: Path, victim: int, number: int) -> Ranked:
+    """A run in two processes, of which one has got a signal after some steps."""
+    run = Ranked(folder, 2, train, max_steps=1000, save_steps=2)
     wait_for_step(run, 5)
     run.kill(victim, number)
+    return run
+
+
+def ended(run: Ranked, victim: int) -> list[Any]:
+    """What the ranks of a broken run told, after the other rank has ended by itself."""
     run.processes[1 - victim].join(200)
     run.processes[victim].kill()
-    found = run.wait()
-    assert found[victim] is None and f"RankError: rank {victim} is lost" in found[1 - victim]
-    newest = list_checkpoints(tmp_path)[-1]
-    verify(newest)
-    done = int(newest.name.rpartition("-")[2])
-    Ranked(tmp_path, 2, train, max_steps=done + 2, save_steps=2, resume=True).wait()
-    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, done + 3))
+    return run.wait()
 
 
 def bad_reward(completions: list[str], prompts: list[str], **kwargs: Any) -> list[float]:

@@ -158,7 +158,7 @@ print(model.fast_generate(["1+1="], SamplingParams(max_tokens=2))[0].prompt)
 
 
 @pytest.mark.slow
-def test_a_start_prints_a_warning_that_no_user_can_act_on() -> None:
+def test_a_program_that_closes_nothing_prints_no_warning_and_ends_without_an_error() -> None:
     settings = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
     done = subprocess.run([sys.executable, "-c", QUIET], env=settings, capture_output=True, text=True,
                           timeout=400, check=True)

@@ -1,11 +1,8 @@
 """vLLM's engine that dies, is closed, or does not start: nothing is lost, and the next one works."""
 
 import gc
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -103,30 +100,6 @@ def test_an_engine_that_is_deleted_without_close_makes_room_for_the_next(
     del lost
     with engine_on(policy) as engine:
         assert len(engine.generate(prompts, GREEDY)) == 3
-
-
-SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
-from small_models import TINY, load_model, with_adapter
-from transformers import AutoTokenizer
-from lowmem_grpo.config.loading import EngineSettings
-from lowmem_grpo.engines.vllm.engine import VLLMEngine
-from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.config.sampling import SamplingParams
-engine = VLLMEngine(Policy(with_adapter(load_model("tiny"))), AutoTokenizer.from_pretrained(TINY), 64,
-                    EngineSettings(kv_cache_bytes=1 << 26))
-print(len(engine.generate([[5, 6]], SamplingParams(max_tokens=2))))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("alone")
-def test_a_program_that_closes_nothing_ends_without_an_error() -> None:
-    script = SCRIPT.format(tests=str(Path(__file__).parents[2] / "support"))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=400)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "1")
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
