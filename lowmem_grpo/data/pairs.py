@@ -215,6 +215,8 @@ class UnpairedRows:
         return 2 * len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
         first = index // (2 * BATCH) * BATCH
         count = min(BATCH, len(self.rows) - first)
         side, place = divmod(index - 2 * first, count)
