@@ -81,12 +81,12 @@ class PairEncoder(ExampleEncoder):
         prompt, side = parts["prompt"], parts[name]
         if isinstance(side, str):
             why = "" if side.strip() else f"empty {name}"
-        elif is_chat(side) and isinstance(prompt, str):
+        elif not is_chat(side):
+            why = no_chat(side, name)
+        elif isinstance(prompt, str):
             why = f"{name} is chat messages, and prompt is text"
         else:
-            values = (("prompt", prompt), (name, side))
-            why = next((no_chat(value, key) for key, value in values if value != [] or key == name
-                        if not is_chat(value)), "") or odd_role(side, self.tokenizer)
+            why = no_chat(prompt, "prompt") if prompt and not is_chat(prompt) else odd_role(side, self.tokenizer)
         text = "" if why else self.text(parts, name)
         return why or half_pair(text, name) or self.tokens(parts, text)
 

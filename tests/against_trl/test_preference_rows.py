@@ -36,10 +36,11 @@ CHATS = [{"prompt": [ASK], "chosen": [say("2")], "rejected": [say("Three, I thin
 TALKS = [{"chosen": [ASK, say("2")], "rejected": [ASK, say("3")]},
          {"chosen": [ASK, say("2"), AGAIN, say("Stop.")], "rejected": [ASK, say("2"), AGAIN, say("4")]}]
 TURNS = [{"prompt": [ASK], "chosen": [say("2"), AGAIN, say("3")], "rejected": [say("2"), AGAIN, say("4")]}]
-TOOLS = [row | {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}} for row in CHATS]
+TOOLS: Any = [row | {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}} for row in CHATS]
 LABELS = [{"prompt": "The sky is", "completion": " blue.", "label": True},
           {"prompt": "1 + 1 =", "completion": " 3<|im_end|>", "label": False}]
-ROWS = {"texts": TEXTS, "implicit": IMPLICIT, "chats": CHATS, "talks": TALKS, "turns": TURNS, "tools": TOOLS}
+ROWS: dict[str, Any] = {"texts": TEXTS, "implicit": IMPLICIT,
+                        "chats": CHATS, "talks": TALKS, "turns": TURNS, "tools": TOOLS}
 UNREAD = ("idefics3", "smolvlm", "llava_next")  # templates that read only messages of parts
 OF_SYSTEM, UNSAID = ("chats", "tools"), ("gemma", "gemma_training")  # rows, and templates that refuse the system
 SETTINGS = SimpleNamespace(chat_template_kwargs=None)
@@ -103,8 +104,8 @@ def test_pairs_have_the_tokens_of_trl_in_every_template(template: str, name: str
 
 @every_row(("name", "longest"), [*((name, 4096) for name in ROWS), ("texts", 12), ("chats", 28)])
 def test_rows_of_a_reward_model_have_the_tokens_of_trl_and_one_more_that_is_a_target(name: str, longest: int) -> None:
-    made, wanted = (function(*head, ROWS[name], tiny(), longest) for function, head in (
-        (read, (read_scored,)), (prepared, (RewardTrainer,))))
+    made = read(read_scored, ROWS[name], tiny(), longest)
+    wanted = prepared(RewardTrainer, ROWS[name], tiny(), longest)
     assert len(made) == len(wanted) > 0
     for pair, row in zip(made, wanted, strict=True):
         for side, ids in ((pair.chosen, row["chosen_ids"]), (pair.rejected, row["rejected_ids"])):
@@ -135,9 +136,9 @@ def test_pairs_are_taken_apart_in_the_order_of_trl_beyond_a_thousand() -> None:
 def test_pairs_of_odds_ratios_have_the_tokens_of_trl(name: str, longest: int, start: str | None) -> None:
     tokenizer = tiny()
     tokenizer.bos_token = start
-    held = SimpleNamespace(processing_class=tokenizer, is_encoder_decoder=False, max_length=longest)
+    held: Any = SimpleNamespace(processing_class=tokenizer, is_encoder_decoder=False, max_length=longest)
     held.build_tokenized_answer = partial(ORPOTrainer.build_tokenized_answer, held)
-    rows = [maybe_apply_chat_template(maybe_extract_prompt(row), tokenizer) for row in ROWS[name]]
+    rows: Any = [maybe_apply_chat_template(maybe_extract_prompt(row), tokenizer) for row in ROWS[name]]
     wanted = [ORPOTrainer.tokenize_row(held, row) for row in rows]
     made = read(read_pairs, ROWS[name], tokenizer, longest, kind=ClosedPairEncoder)
     assert of_pairs(made) == [(row[f"{side}_input_ids"], [int(label >= 0) for label in row[f"{side}_labels"]])
