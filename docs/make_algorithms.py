@@ -28,6 +28,7 @@ and, in some papers, other settings:
     RLOOConfig()                                                                           # RLOO
     GRPOConfig(loss_type="dapo", advantage_estimator="reinforce++", beta=0.01)             # REINFORCE++
     GRPOConfig(loss_type="dapo", advantage_estimator="remax")                              # ReMax
+    GRPOConfig(loss_type="dapo", advantage_estimator="gae", num_generations=1)             # PPO, with a critic
     GRPOConfig(loss_type="dapo", multi_objective_aggregation="normalize_then_sum")         # GDPO
     GRPOConfig(loss_type="dapo", off_policy_mask_threshold=0.5, beta=0.01)                 # DeepSeek-V3.2
 
@@ -69,8 +70,8 @@ The formulas below are the policy term. Two more terms can be added to every los
     - `kl_estimator` chooses the estimate. With `d = logp - ref`, "k1" is `d`, "k2" is `d^2 / 2`, and "k3" (default) is
       `exp(-d) - 1 + d`.
     - `use_bias_correction_kl=True`, the default, multiplies the KL term by `w` (with `vespo`, by `exp(logp - old)`).
-    - `RLOOConfig` (default `beta=0.05`) and `advantage_estimator="reinforce++"` instead subtract `beta` times "k1" from
-      the reward.
+    - `RLOOConfig` (default `beta=0.05`) and the estimators `reinforce++` and `gae` instead subtract `beta` times "k1"
+      from the reward.
 - `-entropy_coef` (default 0) times the mean entropy of the tokens.
 
 Two options leave tokens out of the policy term:

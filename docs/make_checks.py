@@ -58,7 +58,8 @@ sheet is known](plan.md#the-time-of-a-step).
 - all reward functions returned None for all completions.
 
 If the step has four or more groups, GRPOTrainer also warns if the rewards differ in fewer than a quarter of the groups,
-and can warn that one of the reward functions adds nothing. With a teacher, it does not warn of equal rewards.
+and can warn that one of the reward functions adds nothing. With a teacher or a critic, it does not warn of equal
+rewards.
 
 **After the second step**, `train()` prints the time per optimizer step and the time left.
 
@@ -179,6 +180,16 @@ METRICS = {
             "share of completions that are not distilled, as there is no room even for that part",
         "self_distillation/mean_prompt_length, self_distillation/max_prompt_length":
             "tokens of the teacher's prompts, over those that differ from the policy's",
+    },
+    "A critic (`advantage_estimator=\"gae\"`)": {
+        "critic/explained_variance":
+            "1 - variance of (rewards to go - values) / variance of the rewards to go, over the tokens of the "
+            "generation, with the values before its update; left out if all rewards to go are equal",
+        "critic/loss": "mean of half the squared, clipped error of the values, over the tokens of an optimizer step",
+        "critic/clipped": "share of tokens whose value loss the bound `cliprange_value` decides",
+        "critic/values, critic/returns": "means per token: value before the update, and what it is trained towards",
+        "critic/grad_norm, critic/learning_rate": "as `grad_norm` and `learning_rate`, of the critic",
+        "critic/skipped": "share of the critic's optimizer steps that were skipped because of NaN or infinity",
     },
     "Completions and episodes": {
         "completions/mean_length, completions/min_length, completions/max_length": "sampled tokens per completion",

@@ -236,6 +236,8 @@ TOKEN_FIELDS = {row.name: row for row in (
     TokenField("teacher_hidden", None, value=attrgetter("hidden"), told=False, packed=False),  # (C, E)
     TokenField("teacher_top_ids", "int64"),  # (C, K) the tokens that a teacher elsewhere thinks likeliest,
     TokenField("teacher_top_logprobs"),  # and their log-probabilities
+    TokenField("values"),  # a critic's, of the text before the token
+    TokenField("returns"),  # what its values are to be
     TokenField("teacher_mask"),  # 1 where the teacher is learnt from
     TokenField("label"),  # 1 for a completion that is wanted, 0 for one that is not
 )}  # algorithms may add rows

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lowmem_grpo.config.rollout import RewardSettings, RolloutSettings
+from lowmem_grpo.config.critic import CriticSettings
+from lowmem_grpo.config.rollout import SEVERAL, RewardSettings, RolloutSettings
 from lowmem_grpo.config.sampling import EpisodeSettings, StrategySettings
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.teacher import TeacherSettings
-from lowmem_grpo.losses.advantages import COMPARING, AdvantageSettings
+from lowmem_grpo.losses.advantages import COMPARING, GAE, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.utils import COUNT, SHARE, TRUTH, Rule, count_text, one_of
 
@@ -39,7 +40,7 @@ class ReferenceSettings:
 @dataclass
 class GRPOConfig(  # type: ignore[misc]  # max_completion_length may be None only in LossSettings alone
         RewardSettings, ReferenceSettings, RolloutSettings, LossSettings, AdvantageSettings, StrategySettings,
-        EpisodeSettings, TeacherSettings, TrainSettings):
+        EpisodeSettings, TeacherSettings, CriticSettings, TrainSettings):
     """Every field means what it means in TRL; fields that TRL does not have say so.
 
     One optimizer step uses `per_device_train_batch_size * gradient_accumulation_steps` completions, rounded up to whole
@@ -52,7 +53,8 @@ class GRPOConfig(  # type: ignore[misc]  # max_completion_length may be None onl
     READ_ONCE: ClassVar[tuple[str, ...]] = (
         *TrainSettings.READ_ONCE, "num_generations", "steps_per_generation", "max_prompt_length", "truncate_prompts",
         "max_completion_length", "temperature", "top_p", "top_k", "min_p", "vllm_sampling_params", "reward_weights",
-        "entropy_coef", "teacher", "distillation_weight", "distillation_mode", "distillation_topk", "max_reprompt_len")
+        "entropy_coef", "teacher", "distillation_weight", "distillation_mode", "distillation_topk", "max_reprompt_len",
+        "gamma", "lam", "cliprange_value", "critic_learning_rate", "critic_warmup_steps", "critic_adapter")
 
     def check_combinations(self) -> None:
         super().check_combinations()
@@ -60,11 +62,19 @@ class GRPOConfig(  # type: ignore[misc]  # max_completion_length may be None onl
         self.check_replay()
         self.check_overlap()
         self.check_teacher(self)
+        self.check_critic(self)
+        self.check_generations()
         self.turn_limit  # noqa: B018  (refuses a contradiction)
         if self.replay_buffer_size and self.vllm_importance_sampling_correction is False:
             raise ValueError(f"replay_buffer_size is {self.replay_buffer_size} and "
                              "vllm_importance_sampling_correction is False: replayed completions are of an older "
                              "policy, and would be trained on as if they were of this one; leave one of them out")
+
+    def check_generations(self) -> None:
+        """Raise ValueError for a single completion of each prompt, if neither a critic nor a teacher judges it."""
+        if self.num_generations == 1 and not (self.needs_teacher or self.advantage_estimator == GAE):
+            raise ValueError(f"num_generations is 1; it must be {SEVERAL}. A single one is enough for a critic, with "
+                             f"advantage_estimator={GAE!r}")
 
     def check_step(self) -> None:
         """Raise ValueError if settings that may differ from step to step contradict each other or other settings."""
@@ -108,7 +118,7 @@ class GRPOConfig(  # type: ignore[misc]  # max_completion_length may be None onl
     def kl_in_reward(self) -> bool:
         """True if the KL term is part of the advantages and not of the loss."""
         rloo = self.advantage_estimator == self.loss_type == "rloo"
-        return bool(self.kl_weight) and (rloo or self.advantage_estimator == "reinforce++")
+        return bool(self.kl_weight) and (rloo or self.advantage_estimator in ("reinforce++", GAE))
 
     def doubts(self) -> list[str]:
         """Return TRL's warnings about settings that differ from those of a method's paper."""

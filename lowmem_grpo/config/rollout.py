@@ -8,10 +8,11 @@ from lowmem_grpo import utils
 from lowmem_grpo.config.loading import GPU_SHARE
 from lowmem_grpo.config.sampling import Draws, SamplingParams, as_sampling_params
 from lowmem_grpo.config.shared import TrainSettings
-from lowmem_grpo.utils import COUNT, POSITIVE, TRUTH, ZERO_OR_MORE, Rule, at_least
+from lowmem_grpo.utils import COUNT, POSITIVE, TRUTH, ZERO_OR_MORE, Rule
 
 MUST_AGREE = ("temperature", "n", "max_tokens")  # fields of vllm_sampling_params that must be GRPOConfig's own
 TRLS_SHARE = 0.3  # TRL's default of vllm_gpu_memory_utilization
+SEVERAL = "a whole number, 2 or more: GRPO compares completions of one prompt (8 is usual)"
 GRPO_DEFAULTS: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": None}
 
 
@@ -55,8 +56,7 @@ class RolloutSettings(TrainSettings):
     """Not in TRL: mean difference, in nats, that stops a run; None: 0.02 in bf16, 0.01 in fp16, else 0.001."""
 
     RANGES: ClassVar[dict[str, Rule]] = {
-        "num_generations": ("a whole number, 2 or more: GRPO compares completions of one prompt (8 is usual)",
-                            at_least(2)[1]),
+        "num_generations": (SEVERAL, COUNT[1]),
         "temperature": ("1e-6 or above, as at 0 all completions of a prompt are the same (1.0 is usual)",
                         lambda value: value != 0 and utils.TEMPERATURE[1](value)),
         **dict.fromkeys(("max_prompt_length", "steps_per_generation", "num_iterations", "generation_batch_size",

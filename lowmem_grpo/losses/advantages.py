@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SCALE_REWARDS = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 STD_EPSILON = 1e-4  # TRL's
+GAE = "gae"
 
 
 def combine_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
@@ -79,6 +80,11 @@ def over_greedy(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -
     if baselines is None:
         raise ValueError("remax needs the reward of a greedy completion of each prompt; pass baselines (P,)")
     return rewards - baselines[:, None]
+
+
+def for_critic(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
+    """Return the rewards. The advantages of tokens follow once the critic's values are known (`trainer/critic.py`)."""
+    return rewards
 
 
 def pass_at_k(rewards: Tensor, scale: str, baselines: Tensor | None, k: int) -> Tensor:
@@ -160,6 +166,14 @@ ESTIMATORS: dict[str, Estimator] = {
         "For exploration: the fewer right completions a group has, the larger are their advantages. pass_at_k sets k "
         "(default: half of the group).",
         "Pass@k training, arXiv 2508.10751; PKPO, arXiv 2505.15201",
+    ),
+    GAE: Estimator(
+        for_critic, (), "A_t = zscore_batch(sum_{s >= t} (gamma lam)^(s - t) (r_s + gamma V_{s+1} - V_s))",
+        "PPO. V_t is a critic's value of the text before token t, r_t is R (less beta KL_t) at the last token, and in "
+        "an episode each turn's reward is at the turn's last token. Works with num_generations=1. The critic is a "
+        "second adapter on the same base. Settings: gamma, lam, cliprange_value, critic_learning_rate, "
+        "critic_warmup_steps, critic_adapter, whiten_advantages, whiten_rewards.",
+        "GAE, arXiv 1506.02438; PPO, arXiv 1707.06347",
     ),
 }
 TRUTHS: dict[Any, str] = {True: "group", False: "none", "True": "group", "true": "group", "False": "none",

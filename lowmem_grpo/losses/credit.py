@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from lowmem_grpo.losses.advantages import COMPARING, ESTIMATORS, AdvantageSettings, of_group
 from lowmem_grpo.utils import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lowmem_grpo.types import Rollout, RolloutGroup
 
 TurnIndex = tuple[int, int]  # (number of the episode, number of the turn)
@@ -66,15 +69,34 @@ def comparisons(episodes: list[tuple[int, Rollout, list[float]]]) -> tuple[Compa
 
 def returns_of(rollout: Rollout, discount: float, weights: Mapping[str, float], paid: Collection[str]) -> list[float]:
     """Return G_t of each turn. With discount 1, G of the first turn is the episode's reward."""
-    scored = {name: value for name, value in rollout.rewards.items() if value is not None and name in weights}
-    weight = sum(weights[name] for name in scored if name in paid)
-    values = [weight * (turn.reward or 0.0) for turn in rollout.turns]
-    values[-1] += sum(weights[name] * value for name, value in scored.items() if name not in paid)
+    values = paid_in_turns(rollout, weights, paid)
+    values[-1] += sum(weights[name] * value for name, value in rollout.rewards.items()
+                      if value is not None and name in weights and name not in paid)
     returns, to_go = [], 0.0
     for value in reversed(values):
         to_go = value + discount * to_go
         returns.append(to_go)
     return returns[::-1]
+
+
+def paid_in_turns(rollout: Rollout, weights: Mapping[str, float], paid: Collection[str]) -> list[float]:
+    """Return what the environment paid for each turn, times its weight."""
+    weight = sum(weights[name] for name, value in rollout.rewards.items()
+                 if value is not None and name in weights and name in paid)
+    return [weight * (turn.reward or 0.0) for turn in rollout.turns]
+
+
+def token_rewards(rollout: Rollout, weights: Mapping[str, float], paid: Collection[str]) -> Tensor:
+    """Return the rewards (N,) of a rollout's N sampled tokens, in float64: what the environment paid for a turn, at its
+    last token, and what else the rollout earned, at the very last."""
+    assert rollout.reward is not None and rollout.num_trained
+    rewards = torch.zeros(rollout.num_trained, dtype=torch.float64)
+    ends = accumulate(len(turn.completion_ids) for turn in rollout.turns)
+    for end, value in zip(ends, paid_in_turns(rollout, weights, paid), strict=True):
+        if end:
+            rewards[end - 1] += value
+    rewards[-1] += rollout.reward - rewards.sum()
+    return rewards
 
 
 def advantages_among(compared: Compared, settings: AdvantageSettings) -> dict[TurnIndex, float]:

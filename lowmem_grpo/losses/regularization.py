@@ -93,10 +93,15 @@ def without_kl(rollout: Rollout, beta: float) -> float:
 
 def reward_to_go(rollout: Rollout, beta: float) -> Tensor:
     """Return R - beta * sum_{s >= t} (log pi_s - log ref_s) at the rollout's trained tokens (N,), in float64."""
-    assert rollout.ref_logprobs is not None and rollout.reward is not None
+    assert rollout.reward is not None
+    return rollout.reward - beta * token_kl(rollout).flip(0).cumsum(0).flip(0)
+
+
+def token_kl(rollout: Rollout) -> Tensor:
+    """Return log pi - log ref at the rollout's trained tokens (N,), in float64; log pi is that before the update."""
+    assert rollout.ref_logprobs is not None
     policy = rollout.old_logprobs if rollout.old_logprobs is not None else torch.tensor(rollout.rollout_logprobs)
-    kl = rollout.at_trained(policy - rollout.ref_logprobs).double()
-    return rollout.reward - beta * kl.flip(0).cumsum(0).flip(0)
+    return rollout.at_trained(policy - rollout.ref_logprobs).double()
 
 
 # Entropy

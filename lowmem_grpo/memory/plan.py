@@ -50,6 +50,7 @@ class RunSettings:
     host_bytes: int | None = None  # host memory that the run may fill; None: unknown
     keeps_reference: bool = False  # whether the KL term compares with a copy of the adapter, kept on the host
     keeps_teacher: bool = False  # whether a teacher has an adapter of its own, kept on the host
+    keeps_critic: bool = False  # whether a critic has an adapter of its own, trained beside the policy's
     teacher_bytes: int = 0  # weights on the card of a teacher that is another model
     teacher_hidden_bytes: int = 0  # a teacher's last hidden states at an update's completions, on the host
     reward_bytes: int = 0  # on the card while the largest reward model scores

@@ -1,5 +1,7 @@
 """Build the rows of a plan: the bytes of each component in both phases, for complete settings."""
 
+from dataclasses import replace
+
 from lowmem_grpo.memory import cards, training_step
 from lowmem_grpo.memory.cards import Device
 from lowmem_grpo.memory.layer_forms import FORMS
@@ -76,7 +78,7 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     lora, saved = trained["lora"], trained["saved"]
     copies = saved + ADAPTER_BYTES * settings.trained_rows * shape.hidden  # with the originals of rows
     on_device = 0 if settings.host_embedding else shape.host_bytes()
-    states = state_bytes(shape, settings)[0]
+    states, of_critic = state_bytes(shape, settings)[0], critic_states(shape, settings)[0]
     bits = f"{8 * shape.word} bits"
     table_note = "the head is the same table" if shape.tied else bits
     table_note += "; that of each layer's own numbers in 16 bits" if shape.per_layer else ""
@@ -96,6 +98,8 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
         PlanRow("head", table, table, note=bits),
         PlanRow("adapters", lora, lora, note=f"{lora_text(shape, settings, adapted)}, float32"),
         *([PlanRow(SAVED, copies, copies, note=saved_text(shape, settings))] if saved or trained["away"] else []),
+        *([PlanRow("critic", lora + of_critic, 2 * lora + of_critic, note="adapter, its gradients, AdamW's states")]
+          if settings.keeps_critic else []),
         PlanRow("gradients", 0, lora + saved + 4 * ranks * all_numbers(shape, settings), note="of the adapters, float32"
                 + f"; of the {SAVED}" * bool(saved) + "; all ranks' sum, float32" * ranks),
         PlanRow("optimizer", states, states, note="AdamW's states" + (
@@ -151,6 +155,12 @@ def state_bytes(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
     share = lora_numbers(shape, settings, PAGED_NUMBERS) / lora_numbers(shape, settings)
     paged = int(2 * share * numbers)  # those of whole matrices stay
     return states - paged, on_host + paged
+
+
+def critic_states(shape: ModelShape, settings: RunSettings) -> tuple[int, int]:
+    """Return the bytes of the critic's AdamW states, which trains LoRA alone, on the card and on the host."""
+    lora = replace(settings, modules_to_save=(), trained_rows=0)
+    return state_bytes(shape, lora) if settings.keeps_critic else (0, 0)
 
 
 def lora_text(shape: ModelShape, settings: RunSettings, layers: str) -> str:
@@ -227,7 +237,7 @@ def host_row(shape: ModelShape, settings: RunSettings) -> PlanRow:
     inputs, trained = max(step.host() for step in step_shapes(shape, settings)), trained_bytes(shape, settings)
     names = {"embedding": shape.host_bytes() if settings.host_embedding else 0,
              "vision tower": shape.vision.weight_bytes if settings.host_tower and shape.vision is not None else 0,
-             "optimizer": state_bytes(shape, settings)[1],
+             "optimizer": state_bytes(shape, settings)[1] + critic_states(shape, settings)[1],
              "the trained embedding and its gradients": 3 * trained["away"],
              "the reference adapter": settings.keeps_reference * sum(trained.values()),
              "the teacher's adapter": settings.keeps_teacher * sum(trained.values()),

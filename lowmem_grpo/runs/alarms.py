@@ -30,6 +30,7 @@ CONSTANT_STEPS = 20
 REPETITION, MORE_REPETITION = 0.3, 0.2  # share of repeated 4-grams; above that of the first steps
 OF_TEACHER = DIVERGENCE, SUCCESSES = "distillation/divergence", "self_distillation/success_group_fraction"
 SHRUNK, RISEN, RISEN_BY = 0.5, 1.5, 0.1  # of the mean of the first steps; nats per token above it
+WORSE, GROWN = -1.0, 100.0  # explained variance; factor of a critic's mean loss in the first steps
 MANY_ENDS = 0.5  # share of the episodes with one ending, or of failed tool calls
 MANY_PREEMPTED = 0.5  # preemptions per sequence of the decode batch
 MANY_FAILURES = 0.1  # share of the episodes in which an environment failed
@@ -138,6 +139,19 @@ def risen(line: Line, kept: list[float]) -> str | None:
     return f"{DIVERGENCE} is {divergence:.3g}, and was {first:.3g} in the first steps" if more else ""
 
 
+def critic_explodes(line: Line, kept: list[float]) -> str | None:
+    """Report if a critic is far worse than a constant, or than in the first steps, whose losses `kept` collects."""
+    loss, explained = number(line, "critic/loss"), number(line, "critic/explained_variance")
+    if loss is None:
+        return None
+    if loss and len(kept) < FIRST_STEPS:
+        kept.append(loss)
+    if explained is not None and explained < WORSE:
+        return f"critic/explained_variance is {explained:.3g}"
+    first = fmean(kept) if kept else math.inf
+    return f"critic/loss is {loss:.3g}, and was {first:.3g} in the first steps" if loss > GROWN * first else ""
+
+
 def no_success(line: Line, kept: list[float]) -> str | None:
     share = number(line, SUCCESSES)
     if share is None:
@@ -244,6 +258,18 @@ ALARMS = (
         gradient_spike, "so a few completions may dominate the update",
         "look at this step in completions.jsonl. If spikes are frequent, lower max_grad_norm or learning_rate, use "
         "larger groups, bound the ratio with delta, or set scale_rewards to \"batch\" or \"none\"",
+    ),
+    Alarm(
+        "critic", "the critic explodes",
+        f"critic/explained_variance is below {WORSE:g}, or critic/loss above {GROWN:g} times its mean in the first "
+        f"{FIRST_STEPS} steps", 10, critic_explodes, "so its values mislead the policy more than none would",
+        "lower critic_learning_rate, raise critic_warmup_steps, scale the rewards to about 1 (cliprange_value is in "
+        "their units), or begin with a reward model (critic_adapter). lam=1 trusts the rewards alone",
+    ),
+    Alarm(
+        "critic_nonfinite", "NaN or infinity in the critic", "critic/skipped is above 0", 1,
+        outside(lambda skipped: skipped > 0, "critic/skipped"), "so its optimizer step was skipped",
+        "if it goes on, lower critic_learning_rate, scale the rewards to about 1, or use bfloat16 instead of fp16",
     ),
     Alarm(
         "nonfinite", "NaN or infinity", "nonfinite/rollouts is above 0", 1,

@@ -5,6 +5,7 @@
         optimizer.safetensors    tensors of the optimizer's (and scheduler's) state, as `state.3.exp_avg`
         reference.safetensors    the reference adapter of the KL term, if there is one
         teacher.safetensors      the adapter of a teacher that follows the policy, if there is one
+    critic.safetensors       PPO's critic, and critic_optimizer.safetensors, the tensors of its optimizer's state
         rng.safetensors          torch's random state: `cpu`, and `cuda.0` and so on
         state.json               the caller's state, the remaining optimizer and scheduler state, other random states
         manifest.json            size and sha256 of each other file
@@ -145,12 +146,17 @@ def load_weights(folder: Path, model: PeftModel) -> None:
         tensor.copy_(adapter[name])
 
 
+def tensors_of(folder: Path, name: str) -> dict[str, Tensor]:
+    """Return the tensors that a run kept under this name; {} if it kept none."""
+    path = folder / KEPT.format(name)
+    return load_tensors(path) if path.is_file() else {}
+
+
 def load_kept(folder: Path, name: str, held: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return an adapter that the saved run kept beside the trained one, such as the reference of its KL term; empty if
     it kept none and computed with the base model. `held` is the adapter in the model."""
-    if not (folder / KEPT.format(name)).is_file():
+    if not (kept := tensors_of(folder, name)):
         return {}
-    kept = load_tensors(folder / KEPT.format(name))
     check_adapter(folder, {n: t.to(held[n].dtype) if n in held else t for n, t in kept.items()}, held)  # wider averages
     return kept
 
@@ -166,7 +172,7 @@ def check_fits(folder: Path, content: dict[str, Any], optimizer: Optimizer) -> N
                             "and adapter of the saved run")
 
 
-def check_adapter(folder: Path, saved: dict[str, Tensor], held: dict[str, Tensor]) -> None:
+def check_adapter(folder: Path, saved: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
     """Raise MismatchError at the first tensor whose name, shape or dtype differs between file and model."""
     for name in sorted(saved.keys() | held.keys()):
         there, here = (f"{list(t[name].shape)} {t[name].dtype}" if name in t else "absent" for t in (saved, held))

@@ -18,6 +18,7 @@ from lowmem_grpo.data.harmony import message_reader
 from lowmem_grpo.data.prompts import Prompt, PromptEncoder, PromptSource, check_dataset
 from lowmem_grpo.data.stream import Stream, source_of
 from lowmem_grpo.engines.base import Engine
+from lowmem_grpo.losses.advantages import GAE
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.rollout.assessment import OF_LOSS, Evaluation
@@ -25,6 +26,7 @@ from lowmem_grpo.rollout.collector import Collector, SharedCollector
 from lowmem_grpo.rollout.sampler import Sampler
 from lowmem_grpo.rollout.scoring import Scoring, rollout_metrics
 from lowmem_grpo.trainer.grpo_objective import GRPOObjective
+from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.model_setup import may_read_images
 from lowmem_grpo.trainer.overlap import OverlappedTraining, check_overlap
 from lowmem_grpo.trainer.parts import (
@@ -106,9 +108,15 @@ class GRPOTrainer(TrlApi):
             from lowmem_grpo.trainer.teaching import Teaching
 
             self.teaching = Teaching(config, trained, encoder, None if isinstance(teacher, str) else teacher)
+        beside: Any = self.teaching
+        learner_class: type[Learner] = Learner
+        if config.advantage_estimator == GAE:
+            from lowmem_grpo.trainer.critic import Critic, CriticLearner
+
+            beside, learner_class = Critic(config, trained.policy, self.scorer), CriticLearner
         parts = make_policy_parts(trained, config, prompt_source(config, rows, encoder), first, context, optimizers,
-                                  reward_models, objective_class=self.teaching.objective if self.teaching else
-                                  self.objective_class, teacher=self.teaching and self.teaching.planned)
+                                  reward_models, objective_class=beside.objective if beside else self.objective_class,
+                                  planned=beside and beside.planned, learner_class=learner_class)
         self.parity = parts.parity
         self.sampler = Sampler(trained.model, trained.policy, trained.tokenizer, parts.memory, parts.state, parts.clock,
                                first, engine is not None, self.player)

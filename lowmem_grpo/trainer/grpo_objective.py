@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lowmem_grpo.config.grpo import GRPOConfig
+from lowmem_grpo.losses.advantages import GAE
 from lowmem_grpo.losses.loss_metrics import effective_sample_share, percentiles
 from lowmem_grpo.losses.loss_types import LOSS_TYPES, StepCounts
 from lowmem_grpo.losses.objective import Objective, PolicyOutputs, Reducer, StepTotals
@@ -90,15 +91,18 @@ class GRPOObjective(Objective):
             for rollout, part in zip(rollouts, mask.split([r.num_trained for r in rollouts]), strict=True):
                 rollout.policy_mask = rollout.with_context(part)
         if self.config.kl_in_reward:
-            if self.config.state_weight and any(turn.state is not None for r in rollouts for turn in r.turns):
-                name = self.config.advantage_estimator
-                raise ValueError(f"with advantage_estimator={name!r} and beta {self.config.beta} the KL term is in the "
-                                 "reward of each token, which leaves no place for the comparison of turns in the same "
-                                 "state; set state_weight=0, or beta=0")
+            self.refuse_states(rollouts, f" and beta {self.config.beta} the KL term is in the reward of each token")
             if self.config.advantage_estimator == "rloo":
                 take_kl_from_rewards(list(groups), self.config.beta, self.config)
-            else:
+            elif self.config.advantage_estimator != GAE:
                 put_kl_in_reward(rollouts, self.config.beta)
+
+    def refuse_states(self, rollouts: list[Rollout], why: str) -> None:
+        """Raise ValueError if turns would be compared that began in the same state."""
+        if self.config.state_weight and any(turn.state is not None for r in rollouts for turn in r.turns):
+            raise ValueError(f"with advantage_estimator={self.config.advantage_estimator!r}{why}, which leaves no "
+                             "place for the comparison of turns in the same state; set state_weight=0"
+                             + ", or beta=0" * (self.config.advantage_estimator != GAE))
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the rollouts except failed episodes and, with `mask_truncated_completions`, truncated completions."""

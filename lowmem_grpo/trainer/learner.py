@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.config.shared import TrainSettings
@@ -57,6 +58,8 @@ class Learner:
         self.prepared: Prepared | None = None  # None once a pass or step has followed `prepare`
         self.factors = SharedFactors()
         self.whole = True  # False from the optimizer's step until the trainer has counted it
+
+    critic: "Learner | None" = None  # of values, beside a policy's
 
     @property
     def limits(self) -> CutLimits:
@@ -260,6 +263,13 @@ class Learner:
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 self.scheduler.step()
         return metrics
+
+    def beside(self) -> tuple[Any, dict[str, dict[str, Tensor]]]:
+        """Return what a checkpoint keeps beside the trained adapter and its optimizer: JSON, and tensors by file."""
+        return None, self.policy.kept_adapters
+
+    def restore_beside(self, state: Any, read: Callable[[str], dict[str, Tensor]], weights: bool = True) -> None:
+        """Restore what `beside` returned of a critic; `read` returns the tensors of a file, or {} without one."""
 
     def apply(self, parameters: list[torch.nn.Parameter]) -> None:
         """Run the optimizer's step. If memory runs out, undo the step, empty the caches and repeat it once. If memory

@@ -92,7 +92,8 @@ class Trainer:
             return timing
         updates, plan, planned = self.state.global_step - before, self.parts.planned_time, dict[str, float]()
         if plan is not None and updates:
-            planned = plan.metrics(self.sampled or groups, groups, updates, self.args.passes,
+            trained = 1 if self.learner.critic is None else 2  # adapters, each with its passes
+            planned = plan.metrics(self.sampled or groups, groups, updates, self.args.passes * trained,
                                    self.parts.objective.needed_before(updates))
         return {**timing, **planned, "memory/kv_bytes": self.engine.kv_bytes, **self.memory.metrics(),
                 "policy_version": self.state.policy_version}

@@ -113,7 +113,7 @@ class TrainerParts(TrainedModel):
 
 def make_parts(
     trained: TrainedModel, args: TrainSettings, source: Any, objective: Objective, memory: RunMemory,
-    peaks: PhasePeaks, optimizers: Any = (None, None),
+    peaks: PhasePeaks, optimizers: Any = (None, None), learner_class: type[Learner] = Learner,
 ) -> TrainerParts:
     """Return the parts that every trainer has; `peaks` measures the memory of each phase."""
     policy, processes = trained.policy, trained.ranks
@@ -129,9 +129,9 @@ def make_parts(
     optimizer, scheduler = own_or_made(optimizers, policy.trained, args, state.max_steps)
     fp16 = torch.float16 in (policy.autocast_dtype, policy.dtype)
     offload = trained.model.loaded.offload and policy.base.is_gradient_checkpointing
-    learner = Learner(policy, args, objective, optimizer, scheduler, fp16=fp16, bound=memory.train,
-                      offload=ActivationOffload(policy.model) if offload else None,
-                      guard=Guard(args.nonfinite_steps, state, records), ranks=processes)
+    learner = learner_class(policy, args, objective, optimizer, scheduler, fp16=fp16, bound=memory.train,
+                            offload=ActivationOffload(policy.model) if offload else None,
+                            guard=Guard(args.nonfinite_steps, state, records), ranks=processes)
     return TrainerParts(**vars(trained), args=args, source=source, objective=objective, memory=memory, peaks=peaks,
                         state=state, clock=Clock(peaks if peaks.counted else None), records=records, learner=learner)
 
@@ -148,18 +148,19 @@ class PolicyParts(TrainerParts):
 def make_policy_parts(
     trained: TrainedModel, config: GRPOConfig, source: Any, engine: Engine, context: int,
     optimizers: Any = (None, None), reward_models: Sequence[RewardModel] = (), keeps_reference: bool = False,
-    objective_class: Callable[..., GRPOObjective] = GRPOObjective, teacher: Mapping[str, Any] | None = None,
+    objective_class: Callable[..., GRPOObjective] = GRPOObjective, planned: Mapping[str, Any] | None = None,
+    learner_class: type[Learner] = Learner,
 ) -> PolicyParts:
     """Return the parts of a trainer whose groups `engine` samples, in sequences of at most `context` tokens. With
     `keeps_reference` the policy keeps a KL reference even if beta is 0, because a single step may set another beta.
-    `teacher` has the fields of the memory plan about a teacher."""
+    `planned` has the fields of the memory plan about a teacher or critic."""
     policy = trained.policy
     if config.kl_reference == "start" and (config.kl_weight or keeps_reference):
         policy.keep_reference(config.sync_ref_model)
     memory, peaks = plan_memory(trained.model, config, policy, context, "max_completion_length", trained.ranks, engine,
-                                reward_models, teacher or {})
+                                reward_models, planned)
     objective = objective_class(config, exact=not policy.drops)
-    parts = make_parts(trained, config, source, objective, memory, peaks, optimizers)
+    parts = make_parts(trained, config, source, objective, memory, peaks, optimizers, learner_class)
     objective.mismatch.bound = k3_bound(policy.autocast_dtype or policy.dtype)
     cache_dtype = getattr(engine, "cache_dtype", AUTO)
     steps = 0 if config.off_policy else config.parity_steps

@@ -113,11 +113,11 @@ def host_bytes_to_fill(processes: int = 1) -> int | None:
 
 def plan_memory(
     model: FastPeftModel, config: TrainSettings, policy: Policy, context: int, length: str, ranks: Any,
-    engine: Engine | None = None, reward_models: Sequence[RewardModel] = (), teacher: Mapping[str, Any] | None = None,
+    engine: Engine | None = None, reward_models: Sequence[RewardModel] = (), planned: Mapping[str, Any] | None = None,
 ) -> tuple[RunMemory, PhasePeaks]:
     """Plan a run's memory; return its limits and the peaks of its phases. `length` names the setting that limits
-    sequences; `engine` is None without sampling, and `teacher` has a teacher's fields of RunSettings. MemoryError if
-    the host has no room for offloaded layer inputs."""
+    sequences; `engine` is None without sampling, and `planned` has fields of RunSettings about a teacher or critic.
+    MemoryError if the host has no room for offloaded layer inputs."""
     four_bit = FORMS[form_of(policy.base)].bits == 4
     shorter = f"a lower {length} (now {getattr(config, length) or context})"
     name = "transformers" if engine is None else engine.name
@@ -127,7 +127,7 @@ def plan_memory(
     own: dict[str, Any] = {
         "ranks": ranks.count, "host_bytes": None if room is None else room + on_host,  # already in host memory
         "reward_bytes": max((reward_model.scoring_bytes for reward_model in reward_models), default=0),
-        "reward_host_bytes": on_host, **(teacher or {}),
+        "reward_host_bytes": on_host, **(planned or {}),
     }
     if engine is not None:
         memory.watch(engine)

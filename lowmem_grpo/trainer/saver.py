@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Saver:
         states = self.learner.optimizer.state_dict(), self.learner.scheduler.state_dict()
         moves = {"teacher": True, "reference": getattr(self.config, "sync_ref_model", False)}
         kept = {name: adapter for name, adapter in parts.policy.kept_adapters.items() if moves[name]}
-        self.first = deepcopy((self.snapshot(), *states, kept))
+        self.first = deepcopy((self.snapshot(), *states, kept, self.learner.beside()[1]))
 
     def save(self) -> Path:
         """Write a checkpoint, in one rank only. Delete the oldest ones above `save_total_limit`, except the best."""
@@ -51,8 +52,7 @@ class Saver:
         if not self.records.writes:
             return folder
         folder = checkpoint.save_checkpoint(self.run_dir, self.state.global_step, self.model, self.learner.optimizer,
-                                            self.learner.scheduler, self.snapshot(),
-                                            self.learner.policy.kept_adapters)
+                                            self.learner.scheduler, self.snapshot(), self.learner.beside()[1])
         best = {Path(self.state.best_model_checkpoint)} if self.state.best_model_checkpoint else set()
         try:
             checkpoint.prune(self.run_dir, self.config.save_total_limit, best)
@@ -109,11 +109,12 @@ class Saver:
 
     def begin_again(self) -> None:
         """Reset everything except the weights to the state at construction."""
-        first, optimizer, scheduler, kept = deepcopy(self.first)
+        first, optimizer, scheduler, kept, beside = deepcopy(self.first)
         for name, adapter in kept.items():
             setattr(self.learner.policy, f"{name}_adapter", adapter)
         self.learner.optimizer.load_state_dict(optimizer)
         self.learner.scheduler.load_state_dict(scheduler)
+        self.learner.restore_beside(first["beside"], beside.__getitem__, weights=False)
         self.restore(first)
         self.state.log_history, self.saved = [], -1
 
@@ -147,6 +148,7 @@ class Saver:
         with checkpoint.trusted(folder, DataError, RecordError):
             self.restore(saved)
             self.restore_reference(folder, saved)
+            self.learner.restore_beside(saved.get("beside"), partial(checkpoint.tensors_of, folder))
             self.state.log_history = self.records.rewind(int(saved["trainer"]["global_step"]))
         self.saved = self.state.global_step
         for missing in self.records.missing(saved.get("records", {})):
@@ -175,6 +177,7 @@ class Saver:
         state = {name: value for name, value in vars(self.state).items() if name != "log_history"}
         return {"trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
                 "config": self.settings, "memory": self.memory.state(), "objective": self.learner.objective.state(),
+                "beside": self.learner.beside()[0],
                 "replay": self.replay.state() if self.replay.entries else [],
                 "records": dict(self.records.lines), "threads": torch.get_num_threads(),
                 "keeps_reference": self.learner.policy.reference_adapter is not None}

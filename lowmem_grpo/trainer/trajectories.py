@@ -17,7 +17,7 @@ from typing import Any
 
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.config.grpo import GRPOConfig, check_weights
-from lowmem_grpo.losses.advantages import ESTIMATORS, assign_advantages
+from lowmem_grpo.losses.advantages import ESTIMATORS, GAE, assign_advantages
 from lowmem_grpo.losses.credit import assign_credit
 from lowmem_grpo.losses.loss_settings import OF_TYPES
 from lowmem_grpo.losses.loss_types import LOSS_TYPES
@@ -245,8 +245,10 @@ def check_given(config: GRPOConfig) -> None:
     if config.save_strategy == "epoch":
         raise ValueError("save_strategy is 'epoch', and the caller's groups have no epochs; set 'steps', or 'no'")
     if config.advantage_estimator == "remax":
-        others = ", ".join(name for name in ESTIMATORS if name != "remax")
+        others = ", ".join(name for name in ESTIMATORS if name not in ("remax", GAE))
         raise ValueError(f"advantage_estimator is 'remax', which needs a greedy rollout of each task; take {others}")
+    if config.advantage_estimator == GAE:
+        raise ValueError(f"advantage_estimator is {GAE!r}, whose critic GRPOTrainer trains; take 'grpo', or another")
     if config.max_steps < 1 and config.lr_scheduler_type not in ("constant", "constant_with_warmup"):
         raise ValueError(f"lr_scheduler_type is {config.lr_scheduler_type!r}, and nothing says how long the run is: "
                          "set max_steps, or lr_scheduler_type='constant'")

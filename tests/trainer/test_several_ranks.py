@@ -84,10 +84,11 @@ setattr(sometimes_unjudged, "required", True)  # noqa: B010 - a function's attri
     {"teacher": "base", "distillation_mode": "full_logits", "steps_per_generation": 2, "max_steps": 2},
     {"teacher": "base", "distillation_mode": "full_logits", "eval_strategy": "steps", "eval_steps": 2,
      "reward": sometimes_unjudged},
+    {"advantage_estimator": "gae", "num_iterations": 2, "gamma": 0.9, "critic_warmup_steps": 1},
     {"beside": {"modules_to_save": ["lm_head"]}}, {"beside": {"trainable_token_indices": [5, 23, 40, 41, 300]}},
 ], ids=["batch std, dynamic sampling, replay", "several updates on chosen tokens", "ReMax, pools", "SFT", "evaluation",
         "a teacher that follows", "a teacher of several steps", "a teacher in evaluations without judgements",
-        "head and embedding", "some rows"])
+        "a critic", "head and embedding", "some rows"])
 def test_two_ranks_decide_what_one_process_decides_with(tmp_path: Path, settings: dict[str, Any]) -> None:
     settings = {"double": True, "parity_bound": 0.001, "max_steps": 3} | settings
     if "method" in settings:

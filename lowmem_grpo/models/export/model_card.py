@@ -25,6 +25,7 @@ USES = {
     GGUF: "llama.cpp reads its file.",
 }
 METHODS = {"sft": "Supervised fine-tuning", "trajectories": "GRPO on trajectories", "rloo": "RLOO", "grpo": "GRPO",
+           "ppo": "PPO",
            "distillation": "Distillation", "sdpo": "Self-distillation (SDPO)", "sdft": "Self-distillation (SDFT)"}
 SETTINGS = ("learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps",
             "num_generations", "temperature", "max_completion_length", "max_length", "loss_type", "beta", "seed")
@@ -155,8 +156,8 @@ def beside_text(lora: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) ->
 
 
 def method_of(facts: Mapping[str, Any]) -> str:
-    is_rloo = (facts.get("config") or {}).get("advantage_estimator") == "rloo"
-    return str(facts.get("method") or ("rloo" if is_rloo else "grpo"))
+    estimator = (facts.get("config") or {}).get("advantage_estimator")
+    return str(facts.get("method") or {"rloo": "rloo", "gae": "ppo"}.get(str(estimator), "grpo"))
 
 
 def of_run(facts: Mapping[str, Any], lines: list[dict[str, Any]], data: str | None) -> dict[str, Any]:

@@ -114,7 +114,8 @@ def check(reward_funcs: Any, dataset: Any, model: "FastGeneration",
     if source.skipped:
         findings.append(Finding("warning", "", f"rows were skipped: {source.skip_summary()}", "correct or remove them"))
     set_rewards(sampled, trials, scorer.required)
-    findings += about_samples(sampled, sum(trial.error is not None for trial in trials))
+    findings += about_samples(sampled, sum(trial.error is not None for trial in trials),
+                              taught=args.num_generations < 2)
     rollouts = [rollout for group in sampled for rollout in group.rollouts]
     result = RewardCheck(
         by_severity(findings), trials, [prompt.text for prompt in prompts], [rollout.text for rollout in rollouts],

@@ -30,6 +30,13 @@ OF_TEACHER = (
            "self_distillation/reprompt_sample_fraction": "completions distilled",
            "self_distillation/cut_fraction": "with a part of what the teacher is told"}, share=True),
 )
+OF_CRITIC = (
+    Chart("Critic", "explained variance: 1 if its values foretell the rewards, 0 if a constant does as well", "",
+          {"critic/explained_variance": "explained variance"}),
+    Chart("Critic's loss", "half the squared error of its values", "loss", {"critic/loss": "loss"}, from_zero=True),
+    Chart("Values", "of the critic, and what they are to be", "reward",
+          {"critic/values": "values", "critic/returns": "returns"}),
+)
 CHARTS = (
     Chart("Groups with signal", "whose completions differ in reward", "groups",
           {"groups/total": "all", "groups/with_signal": "with signal"}, from_zero=True),
@@ -72,7 +79,7 @@ OF_TAUGHT = (  # in supervised fine-tuning, these replace the charts of the same
           {"tokens_per_second": "tokens/s"}, from_zero=True),
     Chart("Trained tokens", "", "tokens of a step", {"completions/tokens": "tokens"}, from_zero=True),
 )
-DRAWN = {name for chart in (*OF_EPISODES, *OF_TEACHER, *CHARTS, *OF_TAUGHT) for name in chart.metrics}
+DRAWN = {name for chart in (*OF_EPISODES, *OF_TEACHER, *OF_CRITIC, *CHARTS, *OF_TAUGHT) for name in chart.metrics}
 TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # in the reward chart or tiles
 ALWAYS = ("Accuracy", "Reward", "Reward functions", "Verified right", "Groups with signal")  # drawn even if all 0
 FAMILIES = ("rewards/", "verdicts/", "episodes/")
@@ -94,7 +101,7 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
     verifiers = sorted({key.removeprefix("verdicts/") for row in rows for key in row if key.startswith("verdicts/")})
     verdicts = Chart("Verified right", "by the verifier, whatever the reward", "share of completions",
                      {f"verdicts/{name}": name for name in verifiers}, share=True)
-    charts = [functions, verdicts, *OF_TEACHER, *OF_EPISODES, *CHARTS]
+    charts = [functions, verdicts, *OF_TEACHER, *OF_CRITIC, *OF_EPISODES, *CHARTS]
     if not any("reward" in row for row in rows):
         charts = [replace(chart, note="") if chart.title == "Loss" else chart for chart in charts]
     if taught(summary or {}):
