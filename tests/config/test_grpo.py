@@ -21,7 +21,7 @@ NOTEBOOK = {
     "max_steps": 250, "save_steps": 250, "max_grad_norm": 0.1, "report_to": "none", "output_dir": "outputs",
 }
 BAD_VALUES = [  # an option, a bad value, and what the message says is allowed
-    ("loss_type", "ppo", "dr_grpo"), ("advantage_estimator", "gae", "rloo"), ("kl_estimator", "k4", "k3"),
+    ("loss_type", "ppo", "dr_grpo"), ("advantage_estimator", "gea", "rloo"), ("kl_estimator", "k4", "k3"),
     ("importance_sampling_level", "word", "sequence"), ("vllm_importance_sampling_mode", "token", "token_mask"),
     ("multi_objective_aggregation", "sum", "normalize_then_sum"), ("top_entropy_quantile", 0, "(0, 1]"),
     ("scale_rewards", "both", "batch"), ("optim", "sgd", "adamw_torch"),
@@ -71,6 +71,16 @@ CONTRADICTIONS = [
     ({"replay_buffer_size": 8, "vllm_importance_sampling_correction": False}, "replayed completions are of an older"),
     ({"reward_weights": 1.0}, "reward_weights is 1.0; it must be a list of finite numbers, or None"),
     ({"reward_weights": [1.0, float("nan")]}, "reward_weights is [1.0, nan]; it must be a list of finite numbers"),
+    ({"lam": 0.9}, "lam is 0.9, a setting of PPO's critic, and advantage_estimator is 'grpo'; set"),
+    ({"advantage_estimator": "rloo", "cliprange_value": None}, "cliprange_value is None, a setting of PPO's critic"),
+    *[({"advantage_estimator": "gae", name: value}, f"{name} is {value!r}, which goes by rewards that differ within a")
+      for name, value in (("dynamic_sampling_rounds", 2), ("difficulty_pools", True), ("replay_buffer_size", 4))],
+    ({"advantage_estimator": "gae", "teacher": "base"}, "the loss has a teacher's term; leave one of them out"),
+    ({"advantage_estimator": "gae", "train_while_sampling": True}, "and advantage_estimator='gae' needs all of them"),
+    ({"advantage_estimator": "gae", "turn_discount": 0.9}, "the advantages are those of gae; take"),
+    ({"advantage_estimator": "gae", "scale_rewards": "group"}, "advantage_estimator 'gae' with"),
+    ({"advantage_estimator": "gae", "cliprange_value": 0}, "cliprange_value is 0; it must be above 0, or None"),
+    ({"advantage_estimator": "gae", "lam": 1.5}, "lam is 1.5; it must be a share, from 0 to 1"),
     ({"parity_steps": -1}, "parity_steps is -1"), ({"parity_bound": 0.0}, "parity_bound is 0.0"),
 ]
 
@@ -138,6 +148,14 @@ def test_a_kl_term_is_in_the_loss_and_in_the_reward_too_or_in_neither() -> None:
     assert GRPOConfig(advantage_estimator="reinforce++", beta=0.1).kl_in_reward
     assert not GRPOConfig(advantage_estimator="reinforce++").kl_in_reward
     assert not GRPOConfig(advantage_estimator="reinforce++_baseline", beta=0.1).kl_in_reward
+
+
+def test_one_completion_of_a_prompt_is_enough_for_a_critic_which_learns_ten_times_as_fast() -> None:
+    config = GRPOConfig(advantage_estimator="gae", num_generations=1, learning_rate=1e-5, beta=0.1)
+    assert config.critic_rate == pytest.approx(1e-4) and config.kl_in_reward and config.completions_per_step == 8
+    assert replace(config, critic_learning_rate=0.0).critic_rate == 0
+    with pytest.raises(ValueError, match=r"num_generations is 1; it must be a whole number, 2 or more.*='gae'"):
+        GRPOConfig(num_generations=1)
 
 
 def test_sampling_takes_the_options_of_generation() -> None:

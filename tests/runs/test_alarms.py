@@ -22,6 +22,7 @@ HEALTHY: Line = {
     "nonfinite/rollouts": 0, "rewards/right/mean": 0.5, "rewards/right/std": 0.5, "episodes/parse_error": 0.1,
     "tools/failure_frequency": 0.2, "episodes/max_tokens": 0.1, "episodes/context": 0.0, "episodes/timeout": 0.0,
     "episodes/environment_error": 0.0,
+    "critic/loss": 0.2, "critic/explained_variance": 0.4, "critic/skipped": 0.0,
     "turns/cut_ratio": 0.1, "tools/call_frequency": 1.0, "sampling/preemptions": 3, "sampling/most_together": 64,
 }
 TAUGHT = HEALTHY | {"distillation/divergence": 0.4, "completions/mean_length": 60.0,
@@ -32,6 +33,7 @@ EDGE: Line = {  # as far as it may go
     "clip_ratio/region_mean": 0.3, "kl": 1.0, "entropy": 0.0041, "grad_norm": 7.0, "rewards/right/std": 1e-9,
     "episodes/parse_error": 0.5, "tools/failure_frequency": 0.5, "episodes/max_tokens": 0.5, "episodes/timeout": 0.1,
     "turns/cut_ratio": 0.99, "tools/call_frequency": 0.01, "sampling/preemptions": 32,
+    "critic/loss": 19.9, "critic/explained_variance": -1.0,
 }
 BAD = [  # of an alarm: a line that is wrong, after how many of them it must sound, and what it must say
     ("nothing_to_learn", {"groups/with_signal": 0}, 10,
@@ -60,6 +62,9 @@ BAD = [  # of an alarm: a line that is wrong, after how many of them it must sou
     ("unused_tools", {"tools/call_frequency": 0.0}, 10, "tools/call_frequency is 0, so the policy does not learn"),
     ("failing_environments", {"episodes/timeout": 0.11}, 1, "episodes/timeout is 0.11, so the affected episodes"),
     ("failing_environments", {"episodes/environment_error": 0.11}, 1, "environment_timeout"),
+    ("critic", {"critic/explained_variance": -1.1}, 10, "critic/explained_variance is -1.1, so its values mislead"),
+    ("critic", {"critic/loss": 20.1}, 10, "critic/loss is 20.1, and was 0.2 in the first steps, so its values mislead"),
+    ("critic_nonfinite", {"critic/skipped": 0.5}, 1, "critic/skipped is 0.5, so its optimizer step was skipped"),
     ("preempted", {"sampling/preemptions": 33}, 3, "33 times in a step a sequence had to leave the full"),
     ("constant_reward", {"rewards/right/mean": 1.0, "rewards/right/std": 0.0}, 20, "reward right is 1 for every"),
 ]

@@ -95,13 +95,16 @@ def test_two_ranks_decide_what_one_process_decides_with(tmp_path: Path, settings
         del settings["parity_bound"]
     ((expected, lines),) = Ranked(tmp_path / "1", 1, train, **settings).wait()
     ranks = Ranked(tmp_path / "2", 2, train, **settings).wait()
-    assert all(close(adapter, expected) < 1e-9 for adapter, _ in ranks)
+    within = 1e-5 if settings.get("advantage_estimator") == "gae" else 1e-9  # a critic's head is in float32
+    assert all(close(adapter, expected) < within for adapter, _ in ranks)
     counted = ("sampling/rounds", "sampling/replayed_groups", "num_tokens", "data/skipped_rows", "pools/resting")
     for found, line in zip(ranks[0][1], lines, strict=True):
         assert {k: v for k, v in found.items() if k in counted} == {k: v for k, v in line.items() if k in counted}
         for name in line:
             if name.startswith("eval_") and not name.startswith(tuple(f"eval_{time}" for time in TIMES)):
                 assert found[name] == pytest.approx(line[name], rel=1e-5), name
+            if name.startswith("critic/"):
+                assert found[name] == pytest.approx(line[name], rel=1e-4), name
 
 
 @pytest.mark.slow

@@ -210,6 +210,7 @@ def test_what_cannot_be_is_said_before_anything_is_trained(first: list[RolloutGr
     for settings, match in (({"dynamic_sampling_rounds": 1}, "groups are sampled by the caller"),
                             ({"lr_scheduler_type": "linear"}, "set max_steps"),
                             ({"advantage_estimator": "remax"}, "needs a greedy rollout"),
+                            ({"advantage_estimator": "gae"}, "whose critic GRPOTrainer trains; take 'grpo'"),
                             ({"eval_strategy": "steps", "eval_steps": 1}, "under the split val")):
         with pytest.raises(ValueError, match=match):
             make(tmp_path, **settings)
