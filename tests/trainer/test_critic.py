@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel, set_peft_model_state_dict
+from safetensors.torch import load_file
+from small_models import scatter, shallow
 from torch import Tensor
 from trainer_runs import ROWS, SMALL, adapter, digit_sum, load, moved, naive_logprobs, plain_peft, same
+from transformers import AutoModelForSequenceClassification
 
 from lowmem_grpo import GRPOConfig, GRPOTrainer
 from lowmem_grpo.losses.advantages import assign_advantages
 from lowmem_grpo.memory.model_shape import ModelShape
 from lowmem_grpo.memory.plan import RunSettings
 from lowmem_grpo.memory.rows import fixed_rows
-from lowmem_grpo.runs.saved_adapter import MismatchError
+from lowmem_grpo.models.score_head import add_score
+from lowmem_grpo.runs.saved_adapter import AdapterError, MismatchError, RunError
 from lowmem_grpo.trainer.critic import CriticLearner
 from lowmem_grpo.trainer.step_accumulator import members
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
@@ -221,6 +225,32 @@ def test_an_environments_turns_pay_their_own_last_tokens(tmp_path: Path) -> None
 
 
 # A run
+
+
+def test_a_critic_that_starts_as_a_reward_model_values_a_text_as_peft_scores_it(tmp_path: Path) -> None:
+    judge = load(r=2)
+    add_score(judge, seed=1)
+    scatter(judge).save_pretrained(tmp_path / "judge")
+    trainer = make(tmp_path / "run", critic_adapter=str(tmp_path / "judge"))
+    saved = load_file(tmp_path / "judge" / "adapter_model.safetensors")
+    assert same(critic_of(trainer), saved) and any("lora_B" in name and value.any() for name, value in saved.items())
+    groups = trainer.rollout()
+    trainer.learner.prepare(groups, 1)
+    prompt, rollout = groups[0].prompt_ids, groups[0].rollouts[0]
+    base = AutoModelForSequenceClassification.from_pretrained(shallow(), num_labels=1, pad_token_id=None)
+    plain = PeftModel.from_pretrained(base, tmp_path / "judge").eval()
+    with torch.no_grad():
+        wanted = torch.stack([plain(input_ids=torch.tensor([prompt + rollout.completion_ids[:place]])).logits[0, 0]
+                              for place in range(len(rollout.completion_ids))])
+    assert (rollout.fields["values"] - wanted).abs().max() < 1e-4 * wanted.abs().max()
+
+
+def test_a_folder_without_a_reward_model_is_refused_by_name(tmp_path: Path) -> None:
+    load().save_lora(tmp_path / "words")
+    with pytest.raises(AdapterError, match="it is no reward model; give one that RewardTrainer made"):
+        make(tmp_path / "run", critic_adapter=str(tmp_path / "words"))
+    with pytest.raises(RunError, match="there is no"):
+        make(tmp_path / "run", critic_adapter=str(tmp_path / "nothing"))
 
 
 def test_a_run_with_one_sample_a_prompt_trains_both_and_measures_the_critic(
