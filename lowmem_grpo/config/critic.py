@@ -11,7 +11,8 @@ FASTER = 10  # a critic's learning rate, as a multiple of the policy's
 
 @dataclass(kw_only=True)
 class CriticSettings:
-    """Fields of GRPOConfig for advantage_estimator="gae" only. Names that TRL's PPOConfig had are its names."""
+    """Fields of GRPOConfig for advantage_estimator="gae" only. `gamma`, `lam`, `cliprange_value` and `whiten_rewards`
+    are names and defaults of the PPOConfig that TRL had."""
 
     gamma: float = 1.0
     """With gae: the discount of rewards, per token that the policy samples."""
