@@ -12,6 +12,7 @@ from lowmem_grpo.cli.eval import evaluate
 from lowmem_grpo.cli.export import export
 from lowmem_grpo.cli.generate import generate
 from lowmem_grpo.cli.new import new
+from lowmem_grpo.cli.pairs import pairs
 from lowmem_grpo.cli.plan import doctor, plan
 from lowmem_grpo.cli.run import cancel, jobs, logs, report, resume, run, submit
 from lowmem_grpo.cli.serve import serve, watch
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 for command in (
-    run, new, plan, evaluate, generate, export, report, watch, serve, submit, jobs, logs, cancel, resume, doctor,
+    run, new, plan, evaluate, generate, export, pairs, report, watch, serve, submit, jobs, logs, cancel, resume, doctor,
 ):
     main.add_command(command)
 

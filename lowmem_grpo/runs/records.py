@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 METRICS, COMPLETIONS, SUMMARY, REPORT = "metrics.jsonl", "completions.jsonl", "summary.json", "report.html"
-FINAL, NONFINITE, EARLIER = "adapter", "nonfinite.jsonl", "earlier"
+FINAL, NONFINITE, EARLIER, PAIRS = "adapter", "nonfinite.jsonl", "earlier", "pairs.jsonl"
 TENSORBOARD, PICTURES = "tensorboard", "pictures"  # folders
 PICTURE = re.compile("[0-9a-f]{32}")  # the name of an image
-OF_A_RUN = (COMPLETIONS, PICTURES, REPORT, NONFINITE, FINAL, TENSORBOARD, METRICS, SUMMARY)  # besides its checkpoints
+OF_A_RUN = (COMPLETIONS, PICTURES, REPORT, NONFINITE, PAIRS, FINAL, TENSORBOARD, METRICS, SUMMARY)  # and checkpoints
 
 
 class RecordError(RuntimeError):
@@ -198,6 +198,7 @@ def completion_lines(step: int, groups: list["RolloutGroup"]) -> list[dict[str, 
     """Return the lines of completions.jsonl for a step."""
     return [
         {"step": step, "prompt": prompt_text(rollout.opening or group.row.get("prompt")), "completion": rollout.text,
+         **({} if rollout.turns else chat_fields(group.row.get("prompt"))),
          "rewards": rollout.rewards, "reward": rollout.reward, "advantage": rollout.advantage,
          "tokens": len(rollout.completion_ids), "finish_reason": rollout.finish_reason, **episode_fields(rollout),
          **({"seed": group.row["seed"]} if rollout.turns and "seed" in group.row else {}),
@@ -221,6 +222,14 @@ def prompt_text(prompt: Any) -> str:
     if len(prompt) == 1:
         return content_text(prompt[0])
     return "\n\n".join(f"[{message['role']}]\n{content_text(message)}" for message in prompt)
+
+
+def chat_fields(prompt: Any) -> dict[str, Any]:
+    """Return what a chat's text does not tell: the role of its only message, or else its messages if they are texts."""
+    if not isinstance(prompt, list) or not all(isinstance(message.get("content"), str | None) for message in prompt):
+        return {}
+    alone = len(prompt) == 1 and prompt[0].keys() == {"role", "content"}
+    return {"role": prompt[0]["role"]} if alone else {"messages": prompt}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

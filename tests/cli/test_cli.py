@@ -28,7 +28,7 @@ def loaded_after(code: str) -> list[str]:
 
 
 def test_looking_at_the_package_loads_no_heavy_library() -> None:
-    looks = ["--help"], ["run"], ["run", "--help"], ["run", "gsm8k", "--help"], ["new", "--help"]
+    looks = ["--help"], ["run"], ["run", "--help"], ["run", "gsm8k", "--help"], ["new", "--help"], ["pairs", "--help"]
     code = ["import lowmem_grpo, lowmem_grpo.config.sampling", "from lowmem_grpo.__main__ import main",
             *(f"main({words}, standalone_mode=False)" for words in looks)]
     assert loaded_after("\n".join(code)) == []

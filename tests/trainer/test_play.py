@@ -189,7 +189,7 @@ def test_single_turns_know_nothing_of_episodes(tmp_path: Path) -> None:
     [step] = read_lines(tmp_path / "metrics.jsonl")
     assert not [name for name in step if name.startswith(("turns/", "episodes/", "tools/"))]
     assert set(read_lines(tmp_path / "completions.jsonl")[0]) == {
-        "step", "prompt", "completion", "rewards", "reward", "advantage", "tokens", "finish_reason"}
+        "step", "prompt", "role", "completion", "rewards", "reward", "advantage", "tokens", "finish_reason"}
 
 
 class Slow(Digits):
