@@ -17,7 +17,8 @@ from lowmem_grpo.integrations.unsloth_names import REFUSED
 from lowmem_grpo.utils import UnsupportedError
 
 NAMES = {  # module -> names; a folder's name that was a module's offers what that module defined
-    "lowmem_grpo": "FastLanguageModel FastModel FastVisionModel FastQwen2Model GRPOConfig GRPOTrainer PatchFastRL "
+    "lowmem_grpo": "DPOConfig DPOTrainer FastLanguageModel FastModel FastVisionModel FastQwen2Model GRPOConfig "
+                   "GRPOTrainer KTOConfig KTOTrainer ORPOConfig ORPOTrainer PatchDPOTrainer PatchFastRL "
                    "SFTConfig SFTTrainer SamplingParams UnslothTrainer UnslothTrainingArguments is_bf16_supported "
                    "generate_rollout_completions is_bfloat16_supported unsloth_train vLLMSamplingParams "
                    "add_new_tokens pictures rewards kernels __version__",
@@ -85,17 +86,18 @@ def test_a_name_of_unsloth_that_is_not_here_is_refused_with_what_to_do() -> None
 
 
 def test_a_trainer_that_is_not_here_can_be_imported_and_refuses_to_be_made_or_subclassed() -> None:
-    from lowmem_grpo import DPOConfig, DPOTrainer  # type: ignore[attr-defined]
+    from lowmem_grpo import CPOConfig, CPOTrainer  # type: ignore[attr-defined]
 
-    for use in (DPOTrainer, lambda: DPOConfig(output_dir="out"), lambda: type("Mine", (DPOTrainer,), {})):
-        with pytest.raises(UnsupportedError, match="There is no trainer on preferences here"):
+    for use in (CPOTrainer, lambda: CPOConfig(output_dir="out"), lambda: type("Mine", (CPOTrainer,), {})):
+        with pytest.raises(UnsupportedError, match="Take DPOTrainer"):
             use()
 
 
 def test_the_calls_of_unsloth_that_change_other_trainers_do_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         assert lowmem_grpo.PatchFastRL("GRPO", lowmem_grpo.FastLanguageModel) is None
-    assert "needs no patch" in caplog.text
+        assert lowmem_grpo.PatchDPOTrainer() is None
+    assert "needs no patch" in caplog.text and "need no patch" in caplog.text
     assert lowmem_grpo.unsloth_train(SimpleNamespace(train=lambda **options: options), resume_from_checkpoint=True) == {
         "resume_from_checkpoint": True}
 

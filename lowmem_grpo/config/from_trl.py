@@ -16,7 +16,8 @@ from lowmem_grpo.config.unsupported import field_names, suggestion
 logger = logging.getLogger(__name__)
 CLASSES = {  # (library, class) -> our class that it is read into
     ("trl", "GRPOConfig"): "GRPOConfig", ("trl", "SFTConfig"): "SFTConfig", ("trl", "RLOOConfig"): "RLOOConfig",
-    **{("trl", name): name for name in ("DistillationConfig", "SDPOConfig", "SDFTConfig")},
+    **{("trl", name): name for name in ("DistillationConfig", "SDPOConfig", "SDFTConfig", "DPOConfig", "ORPOConfig",
+                                        "KTOConfig")},
     ("transformers", "TrainingArguments"): "TrainSettings",
 }
 TAKEN_OVER = ("learning_rate", "logging_steps", "save_steps", "max_length", "truncation_mode", "assistant_only_loss")
@@ -42,7 +43,7 @@ REFUSED = {  # parameters of their trainers, and what to do instead
     "optimizer_cls_and_kwargs": "make the optimizer yourself: optimizers=(optimizer, None)",
     "data_collator": "rows are tokenised and packed here; say what is trained by the columns: prompt and completion, "
                      "messages with assistant_only_loss=True, or input_ids with labels. Images are not supported",
-    "formatting_func": "GRPO samples from the column `prompt`: make it with dataset.map(...)",
+    "formatting_func": "make the columns that the trainer reads with dataset.map(...)",
     "prompt_template": "make the column `prompt` with dataset.map(...)",
 }
 PADDING = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding",

@@ -14,27 +14,34 @@ from lowmem_grpo.utils import COUNT, SHARE, TRUTH, Rule, count_text, one_of
 
 
 @dataclass
-class ReferenceSettings:
-    """Fields of GRPOConfig about the reference of the KL term, and completions without an end."""
+class MovingReference:
+    """Fields about a reference that follows the policy."""
 
-    kl_reference: str = "start"
-    """Not in TRL: the reference of the KL term (`beta`). "start", as in TRL: the policy at the start of training, so
-    that a run that continues an adapter stays near what it has learned. "base": the model without any adapter."""
     sync_ref_model: bool = False
     """True moves the reference toward the policy: every `ref_model_sync_steps` steps, its adapter weights become
     ref_model_mixup_alpha * policy + (1 - ref_model_mixup_alpha) * reference."""
     ref_model_mixup_alpha: float = 0.6
     ref_model_sync_steps: int = 512
-    mask_truncated_completions: bool = False
 
     RANGES: ClassVar[dict[str, Rule]] = {
         "sync_ref_model": TRUTH, "ref_model_mixup_alpha": SHARE, "ref_model_sync_steps": COUNT,
-        "kl_reference": one_of("start", "base"),
     }
 
     def reference_share(self, step: int) -> float:
         due = self.sync_ref_model and not step % self.ref_model_sync_steps
         return self.ref_model_mixup_alpha if due else 0.0
+
+
+@dataclass
+class ReferenceSettings(MovingReference):
+    """Fields of GRPOConfig about the reference of the KL term, and completions without an end."""
+
+    kl_reference: str = "start"
+    """Not in TRL: the reference of the KL term (`beta`). "start", as in TRL: the policy at the start of training, so
+    that a run that continues an adapter stays near what it has learned. "base": the model without any adapter."""
+    mask_truncated_completions: bool = False
+
+    RANGES: ClassVar[dict[str, Rule]] = {"kl_reference": one_of("start", "base")}
 
 
 @dataclass

@@ -60,6 +60,7 @@ class TrainSettings(ProcessArguments, metaclass=CheckedCall):
     """The fields that every trainer has. Each means what it means in TRL; fields that TRL does not have say so."""
 
     evaluated: ClassVar[str] = "loss"  # the evaluation metric that ranks checkpoints by default
+    sides: ClassVar[int] = 1  # completions that per_device_train_batch_size counts as one: a pair's two
     READ_ONCE: ClassVar[tuple[str, ...]] = (
         "output_dir", "seed", "data_seed", "shuffle_dataset", "max_steps", "num_train_epochs", "report_to", "optim",
         "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "embedding_learning_rate",

@@ -40,8 +40,9 @@ class Examples(Prompt):
 
 
 def each_of(encoded: Any) -> list[Example]:
-    """Return the examples in an encoder's result: one, several, or none if the result is a reason to skip the row."""
-    return encoded.parts if isinstance(encoded, Examples) else [encoded] if isinstance(encoded, Example) else []
+    """Return the examples in an encoder's result: one, several (a pair has two), or none if the result is a reason to
+    skip the row."""
+    return [encoded] if isinstance(encoded, Example) else getattr(encoded, "parts", [])
 
 
 class ExampleEncoder(PromptEncoder):

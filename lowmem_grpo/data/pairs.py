@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_grpo.data.examples import Example, ExampleEncoder
+from lowmem_grpo.data.examples import Example, ExampleEncoder, each_of
 from lowmem_grpo.data.prompt_inputs import half_pair, text_ids
 from lowmem_grpo.data.prompts import DataError, Prompt, is_chat, no_chat, odd_role
 from lowmem_grpo.data.shapes import messages_of
@@ -36,6 +36,15 @@ class Pair(Prompt):
     chosen: Example = field(default_factory=lambda: Example({}, [], ""))
     rejected: Example = field(default_factory=lambda: Example({}, [], ""))
     margin: float | None = None  # by how much the chosen side's score is to be higher, if the row says so
+
+    @property
+    def parts(self) -> list[Example]:
+        return [self.chosen, self.rejected]
+
+    @property
+    def completion_ids(self) -> list[int]:
+        """The ids of the longer side."""
+        return max((side.completion_ids for side in self.parts), key=len)
 
 
 class PairEncoder(ExampleEncoder):
@@ -254,12 +263,8 @@ read_scored, read_labelled = (partial(read_pairs, kind=kind) for kind in (Scored
 def pair_groups(items: Iterable[Any], policy_version: int = 0) -> list[RolloutGroup]:
     """Return each Pair as a group of its chosen and its rejected completion, which share a micro-batch, and each
     Example of a row with a label as a group of one completion with the field `label`."""
-    return [RolloutGroup(item.row, item.ids, [completion_of(item, side, policy_version) for side in sides_of(item)],
+    return [RolloutGroup(item.row, item.ids, [completion_of(item, side, policy_version) for side in each_of(item)],
                          row_index=item.index) for item in items]
-
-
-def sides_of(item: Pair | Example) -> list[Example]:
-    return [item.chosen, item.rejected] if isinstance(item, Pair) else [item]
 
 
 def completion_of(item: Pair | Example, side: Example, policy_version: int) -> Rollout:

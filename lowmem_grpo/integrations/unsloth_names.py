@@ -25,11 +25,9 @@ REFUSED = {name: advice for names, advice in {
     "SyntheticDataKit": "No data is made here; use Meta's synthetic-data-kit itself, and load what it wrote.",
     "RawTextDataLoader": "Load texts with datasets.load_dataset('text', data_files=...), and pass them to SFTTrainer.",
     "QGaloreConfig": "The base weights stay frozen here; train LoRA with get_peft_model.",
-    "PatchDPOTrainer PatchKTOTrainer DPOTrainer DPOConfig KTOTrainer KTOConfig OnlineDPOTrainer OnlineDPOConfig "
-    "ORPOTrainer ORPOConfig CPOTrainer CPOConfig BCOTrainer BCOConfig NashMDTrainer NashMDConfig XPOTrainer XPOConfig "
-    "TPOTrainer TPOConfig":
-        "There is no trainer on preferences here: train with GRPOTrainer on rewards, with SFTTrainer, or with TRL's "
-        "own.",
+    "OnlineDPOTrainer OnlineDPOConfig CPOTrainer CPOConfig BCOTrainer BCOConfig NashMDTrainer NashMDConfig XPOTrainer "
+    "XPOConfig TPOTrainer TPOConfig":
+        "Take DPOTrainer (loss_type='bco_pair' is BCO's), ORPOTrainer or KTOTrainer; or GRPOTrainer, which samples.",
     "RewardTrainer RewardConfig PRMTrainer PRMConfig": "No reward model is trained here: train it with TRL, and give "
                                                        "it in reward_funcs.",
     "PPOTrainer PPOConfig": "There is no value model here: train with GRPOTrainer, whose groups give the baseline.",
@@ -71,6 +69,11 @@ def refused_class(name: str) -> type:
 def PatchFastRL(*args: Any, **kwargs: Any) -> None:  # noqa: N802 - Unsloth's name
     """Do nothing: GRPOTrainer of lowmem_grpo needs no patch."""
     logger.info("PatchFastRL does nothing here: GRPOTrainer of lowmem_grpo needs no patch")
+
+
+def PatchDPOTrainer(*args: Any, **kwargs: Any) -> None:  # noqa: N802 - Unsloth's name
+    """Do nothing: the trainers on preferences need no patch."""
+    logger.info("PatchDPOTrainer does nothing here: DPOTrainer, ORPOTrainer and KTOTrainer need no patch")
 
 
 def unsloth_train(trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -381,8 +381,10 @@ class Policy:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Turn the model into the KL term's reference in this context: with the kept adapter, or without any."""
-        with self.wearing(self.reference_adapter) if self.reference_adapter else self.base_model():
+        """Turn the model into the reference in this context: with the kept adapter, or without any, and without
+        dropout."""
+        with self.wearing(self.reference_adapter) if self.reference_adapter else self.base_model(), \
+                evaluating(self.model):
             yield
 
     @contextmanager

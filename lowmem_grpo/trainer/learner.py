@@ -66,7 +66,7 @@ class Learner:
         """The limit of a micro-batch in tokens and, without a memory plan, also in sequences."""
         tokens = self.config.max_tokens_per_micro_batch
         if self.bound.spread is None:
-            return CutLimits(tokens, self.config.per_device_train_batch_size)
+            return CutLimits(tokens, self.config.per_device_train_batch_size * self.config.sides)
         return CutLimits(tokens, spread=self.bound.spread)
 
     @property

@@ -13,8 +13,14 @@ from trainer_runs import ROWS, SMALL, digit_sum, load
 from lowmem_grpo import (
     DistillationConfig,
     DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
     GRPOConfig,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
     SDFTConfig,
     SDFTTrainer,
     SDPOConfig,
@@ -27,12 +33,14 @@ from lowmem_grpo.trainer.trl_api import NOT_HERE
 from lowmem_grpo.utils import UnsupportedError
 
 trl = pytest.importorskip("trl")
-sdpo, sdft = (pytest.importorskip(f"trl.experimental.{name}") for name in ("sdpo", "sdft"))
+sdpo, sdft, orpo = (pytest.importorskip(f"trl.experimental.{name}") for name in ("sdpo", "sdft", "orpo"))
 PAIRS = [(trl.GRPOTrainer, GRPOTrainer), (trl.SFTTrainer, SFTTrainer)]
 TEACHING = [(trl.DistillationTrainer, DistillationTrainer), (sdpo.SDPOTrainer, SDPOTrainer),
             (sdft.SDFTTrainer, SDFTTrainer)]
+PREFERRING = [(trl.DPOTrainer, DPOTrainer), (trl.KTOTrainer, KTOTrainer), (orpo.ORPOTrainer, ORPOTrainer)]
 CONFIGS = [(trl.GRPOConfig, GRPOConfig), (trl.SFTConfig, SFTConfig), (trl.DistillationConfig, DistillationConfig),
-           (sdpo.SDPOConfig, SDPOConfig), (sdft.SDFTConfig, SDFTConfig)]
+           (sdpo.SDPOConfig, SDPOConfig), (sdft.SDFTConfig, SDFTConfig),
+           (trl.DPOConfig, DPOConfig), (trl.KTOConfig, KTOConfig), (orpo.ORPOConfig, ORPOConfig)]
 OF_THE_CHOICE = {"scale_rewards", "epsilon", "importance_sampling_level", "steps_per_generation", "report_to", "fp16"}
 
 
@@ -65,12 +73,12 @@ def test_every_parameter_of_trls_constructor_is_ours_too_or_refused_with_advice(
             ours(model=None, train_dataset=ROWS, **needed, **{name: object()})
 
 
-@pytest.mark.parametrize(("theirs", "ours"), TEACHING)
-def test_a_trainer_with_a_teacher_has_trls_parameters_in_trls_order(theirs: Any, ours: Any) -> None:
+@pytest.mark.parametrize(("theirs", "ours"), [*TEACHING, *PREFERRING])
+def test_a_trainer_with_a_teacher_or_on_preferences_has_trls_parameters_in_trls_order(theirs: Any, ours: Any) -> None:
     assert parameters(ours)[: len(parameters(theirs))] == parameters(theirs)
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [*PAIRS, TEACHING[0]])
+@pytest.mark.parametrize(("theirs", "ours"), [*PAIRS, TEACHING[0], *PREFERRING])
 def test_every_public_name_of_trls_trainer_is_ours_too_or_refused_with_advice(
     theirs: Any, ours: Any, grpo: GRPOTrainer
 ) -> None:

@@ -26,11 +26,14 @@ USES = {
 }
 METHODS = {"sft": "Supervised fine-tuning", "trajectories": "GRPO on trajectories", "rloo": "RLOO", "grpo": "GRPO",
            "ppo": "PPO",
-           "distillation": "Distillation", "sdpo": "Self-distillation (SDPO)", "sdft": "Self-distillation (SDFT)"}
+           "distillation": "Distillation", "sdpo": "Self-distillation (SDPO)", "sdft": "Self-distillation (SDFT)",
+           "dpo": "Direct preference optimization (DPO)", "orpo": "Odds-ratio preference optimization (ORPO)",
+           "kto": "Kahneman-Tversky optimization (KTO)"}
 SETTINGS = ("learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps",
             "num_generations", "temperature", "max_completion_length", "max_length", "loss_type", "beta", "seed")
 OF_TEACHER = ("distillation_mode", "distillation_topk", "distillation_alpha", "distillation_weight")
-MEASURED = ("reward", "loss", "eval_reward", "eval_loss", "distillation/divergence")
+MEASURED = ("reward", "loss", "eval_reward", "eval_loss", "distillation/divergence", "rewards/accuracies",
+            "eval_rewards/accuracies")
 NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # on the hub
 OF_MODULE = re.compile(r"\.(token_adapter|modules_to_save|weight|lora_\w+)\b")  # after a module, in a tensor's name
 CACHED = re.compile(r"models--([^/]+?)--([^/]+)")  # a folder of the hub's cache

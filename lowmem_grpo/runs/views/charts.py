@@ -79,7 +79,15 @@ OF_TAUGHT = (  # in supervised fine-tuning, these replace the charts of the same
           {"tokens_per_second": "tokens/s"}, from_zero=True),
     Chart("Trained tokens", "", "tokens of a step", {"completions/tokens": "tokens"}, from_zero=True),
 )
-DRAWN = {name for chart in (*OF_EPISODES, *OF_TEACHER, *OF_CRITIC, *CHARTS, *OF_TAUGHT) for name in chart.metrics}
+OF_PREFERENCES = (  # rewards of sides: beta times the log ratio of policy and reference; in ORPO beta times log p
+    Chart("Chosen sides ahead", "of the rejected side of their pair, in reward", "share of pairs",
+          {"rewards/accuracies": "train", "eval_rewards/accuracies": "evaluation"}, share=True),
+    Chart("Rewards of both sides", "", "reward", {"rewards/chosen": "chosen", "rewards/rejected": "rejected",
+                                                  "rewards/margins": "difference"}, from_zero=True),
+)
+PREFERRING = ("dpo", "orpo", "kto")  # the methods with these charts
+DRAWN = {name for chart in (*OF_EPISODES, *OF_TEACHER, *OF_CRITIC, *CHARTS, *OF_TAUGHT, *OF_PREFERENCES)
+         for name in chart.metrics}
 TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # in the reward chart or tiles
 ALWAYS = ("Accuracy", "Reward", "Reward functions", "Verified right", "Groups with signal")  # drawn even if all 0
 FAMILIES = ("rewards/", "verdicts/", "episodes/")
@@ -90,8 +98,8 @@ def is_drawn(name: str) -> bool:
 
 
 def taught(summary: Record) -> bool:
-    """Return whether the run was supervised fine-tuning, which has no completions and no rewards."""
-    return summary.get("method") == "sft"
+    """Return whether the run trained on given completions, which are not recorded."""
+    return summary.get("method") in ("sft", *PREFERRING)
 
 
 def figures(rows: list[Record], completions: list[Record] | None = None, summary: Record | None = None) -> list[Chart]:
@@ -107,6 +115,9 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
     if taught(summary or {}):
         own = {chart.title for chart in OF_TAUGHT}
         charts = [*OF_TAUGHT, *(chart for chart in CHARTS if chart.title not in own)]
+    if (summary or {}).get("method") in PREFERRING:
+        charts = [*OF_PREFERENCES, *(replace(chart, note="", axis="loss") if chart.title == "Loss" else chart
+                                     for chart in charts)]
     drawn = [accuracy_chart(completions or [], summary or {}), reward_chart(rows), endings_chart(rows)]
     for chart in charts:
         lines = [Line(name, points(rows, key, chart.scale), dots=key.startswith("eval_"))

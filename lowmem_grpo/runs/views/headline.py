@@ -26,7 +26,8 @@ ENDED = {
 }
 LOSSES = {"loss": "loss", "eval_loss": "evaluation loss"}
 METHODS = {"sft": "supervised fine-tuning", "distillation": "distillation", "sdpo": "self-distillation",
-           "sdft": "self-distillation"}
+           "sdft": "self-distillation", "dpo": "direct preference optimization",
+           "orpo": "odds-ratio preference optimization", "kto": "Kahneman-Tversky optimization"}
 PREFIX = "alarms/"
 
 
@@ -113,8 +114,11 @@ def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
         whose = f", of {size_text(card)} on the card" if card else " of the process" if machine else ""
         facts[f"peak memory{whose}"] = size_text(max(peaks))
     if taught(summary):
-        facts |= {f"{words} of a trained token, first \u2192 last": f"{losses[0]:.3g} \u2192 {losses[-1]:.3g}"
+        of = " of a trained token" if summary.get("method") == "sft" else ""
+        facts |= {f"{words}{of}, first \u2192 last": f"{losses[0]:.3g} \u2192 {losses[-1]:.3g}"
                   for key, words in LOSSES.items() if (losses := numbers(rows, key))}
+        if ahead := numbers(rows, "rewards/accuracies"):
+            facts["pairs whose chosen side is ahead, first \u2192 last"] = f"{ahead[0]:.1%} \u2192 {ahead[-1]:.1%}"
         if tokens := numbers(rows, "num_tokens"):
             facts["tokens read, of prompts and answers"] = f"{tokens[-1]:,.0f}"
     if speeds := numbers(rows, "tokens_per_second"):

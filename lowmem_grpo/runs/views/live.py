@@ -206,6 +206,15 @@ class SFTView(LiveView):
     title, first = "SFT", (("loss", "loss", "loss"), ("eval_loss", "evaluation loss", "eval_loss"))
 
 
+class PreferenceView(LiveView):
+    """The live view of training on preferences: the loss, and how far the preferred sides are ahead."""
+
+    title, first = "Preferences", (
+        *SFTView.first, ("rewards/accuracies", "preferred sides ahead", "accuracy"),
+        ("eval_rewards/accuracies", "ahead in evaluation", "eval_accuracy"), ("rewards/margins", "margin", "margin"),
+        ("rewards/chosen", "reward of chosen", "chosen"), ("rewards/rejected", "reward of rejected", "rejected"))
+
+
 def shown(key: str, value: float) -> str:
     if key == "memory/peak_bytes":
         return size_text(value)
