@@ -63,8 +63,13 @@ class PairEncoder(ExampleEncoder):
             return sides
         chosen, rejected = sides
         if chosen.input_ids == rejected.input_ids:
-            return f"{SAME} within {self.max_prompt_length} tokens"
+            return f"{SAME} within max_length"
         return Pair(row, chosen.ids, chosen.text, None, 0, chosen, rejected)
+
+    def columns(self, item: Any) -> Row:
+        """Return the tokens of an encoded row under the names of TRL's tokenised dataset."""
+        return {"prompt_ids": item.ids, "chosen_ids": item.chosen.completion_ids,
+                "rejected_ids": item.rejected.completion_ids}
 
     def sides(self, row: Row, parts: Row, names: tuple[str, ...]) -> list[Example] | str:
         """Return an example for each of the columns `names`, all behind the same prompt; or the reason to skip the row.
@@ -129,6 +134,11 @@ class ClosedPairEncoder(PairEncoder):
         return ids if isinstance(ids, str) or ids[-1] == self.end_id else [*ids, self.end_id]
 
 
+    def columns(self, item: Pair) -> Row:
+        return {f"{name}_{what}": getattr(side, what) for name, side in zip(PAIR, item.parts, strict=True)
+                for what in ("input_ids", "labels")}
+
+
 class ScoredPairEncoder(PairEncoder):
     """Turns a row's `chosen` and `rejected` into a Pair for a reward model, which reads its score at a sequence's last
     token, with the ids of TRL's RewardTrainer. Behind them stands one more end token, the only one that is trained: it
@@ -151,6 +161,9 @@ class ScoredPairEncoder(PairEncoder):
         text = str(self.tokenizer.decode(chosen.ids))
         return Pair(row, chosen.ids, text, None, 0, chosen, rejected, None if margin is None else float(margin))
 
+    def columns(self, item: Pair) -> Row:
+        return {"chosen_ids": item.chosen.input_ids, "rejected_ids": item.rejected.input_ids}
+
 
 class LabelledEncoder(PairEncoder):
     """Turns a row's `prompt`, `completion` and `label` into an Example with the ids of TRL's KTOTrainer, or returns the
@@ -167,6 +180,9 @@ class LabelledEncoder(PairEncoder):
         parts = parted(row) if paired else told(row, ("prompt", name))
         sides = parts if isinstance(parts, str) else self.sides(row | {"label": bool(label)}, parts, (name,))
         return sides if isinstance(sides, str) else sides[0]
+
+    def columns(self, item: Example) -> Row:
+        return {"prompt_ids": item.ids, "completion_ids": item.completion_ids, "label": item.row["label"]}
 
 
 def reason_in(made: Iterable[Any]) -> str:

@@ -13,7 +13,7 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_grpo.config.sft import SFTConfig
-from lowmem_grpo.data.examples import Example, ExampleEncoder, Examples, each_of
+from lowmem_grpo.data.examples import Example, ExampleEncoder, Examples
 from lowmem_grpo.data.packing import PackEncoder, encoded, packed
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.data.stream import Stream, columns_of, comes_from, rows_of
@@ -160,8 +160,8 @@ def messages_of(row: dict[str, Any], column: str) -> Any:
             for message in messages]
 
 
-# The functions below make the trainer's `train_dataset`, tokenised as in TRL. Packs also have `seq_lengths`, and no
-# other columns; the rows of a stream are tokenised when they are drawn.
+# The functions below make the trainer's `train_dataset`, tokenised as in TRL; encoders may have other `columns`. Packs
+# have `seq_lengths` and no other columns; the rows of a stream are tokenised when they are drawn.
 
 
 def tokenised(dataset: Any, rows: Any, encoder: Any) -> Any:
@@ -170,10 +170,11 @@ def tokenised(dataset: Any, rows: Any, encoder: Any) -> Any:
         return tokenised_stream(dataset, rows, encoder)
     results, packs = encoded(rows, encoder), isinstance(encoder, PackEncoder)
     placed = [(index, part) for index, result in enumerate(results) if not isinstance(result, str)
-              for part in ([result] if packs else each_of(result))]
-    made = [columns_of_row(part) for _, part in placed]
+              for part in (result.parts if isinstance(result, Examples) and not packs else [result])]
+    made = [getattr(encoder, "columns", columns_of_row)(part) for _, part in placed]
     columns = Dataset.from_dict({name: [row[name] for row in made] for name in made[0]})
-    kept = None if len(dataset) != len(results) or packs else own_columns(dataset, [index for index, _ in placed])
+    places = [index for index, _ in placed]
+    kept = None if len(dataset) != len(results) or packs else own_columns(dataset, places, {*made[0], *MASKS})
     return columns if kept is None else concatenate_datasets([kept, columns], axis=1)
 
 
@@ -186,18 +187,18 @@ def columns_of_row(example: Example | Examples) -> dict[str, list[int]]:
             "seq_lengths": [len(part.input_ids) for part in parts]}
 
 
-def own_columns(dataset: Any, places: list[int]) -> Dataset | None:
-    """Return the rows at `places` without their token columns; None if that leaves no column. From a dataset that is a
-    list, columns that Arrow cannot hold are left out."""
+def own_columns(dataset: Any, places: list[int], tokens: set[str]) -> Dataset | None:
+    """Return the rows at `places` without their columns `tokens`; None if that leaves no column. From a dataset that is
+    a list, columns that Arrow cannot hold are left out."""
     if comes_from(dataset, "datasets", "Dataset"):
         kept = dataset.with_format(None).select(places)
-        kept = kept.remove_columns([name for name in ("input_ids", "labels", *MASKS) if name in kept.column_names])
+        kept = kept.remove_columns([name for name in kept.column_names if name in tokens])
         return kept if kept.column_names else None
     rows = dataset.to_dict("records") if comes_from(dataset, "pandas", "DataFrame") else dataset
     rows = rows.to_pylist() if comes_from(rows, "pyarrow", "Table") else rows
     chosen = [row for row in (rows[place] for place in places) if isinstance(row, Mapping)]
     columns: dict[str, list[Any]] = {}
-    for name in dict.fromkeys(name for row in chosen for name in row if name not in ("input_ids", "labels", *MASKS)):
+    for name in dict.fromkeys(name for row in chosen for name in row if name not in tokens):
         values = [row.get(name) for row in chosen]
         with suppress(Exception):  # values of several types, or of a class that Arrow does not know
             Dataset.from_dict({name: values})
@@ -210,8 +211,8 @@ def tokenised_stream(dataset: Any, rows: Stream, encoder: Any) -> Any:
     if not comes_from(dataset, "datasets", "IterableDataset"):
         return dataset
 
-    def read(row: dict[str, Any]) -> dict[str, Any]:
-        example = encoder.encode(rows.read(row))
-        return columns_of_row(example) if isinstance(example, Example) else {"input_ids": [], "labels": []}
+    def read(row: dict[str, Any]) -> Any:
+        return encoder.encode(rows.read(row))
 
-    return dataset.map(read).filter(lambda row: len(row["input_ids"]) > 0)
+    usable = dataset.filter(lambda row: not isinstance(read(row), (str, Examples)))
+    return usable.map(lambda row: getattr(encoder, "columns", columns_of_row)(read(row)))

@@ -5,6 +5,7 @@ from typing import Any
 
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
+from lowmem_grpo.data.shapes import tokenised
 from lowmem_grpo.data.stream import source_of
 from lowmem_grpo.losses.objective import Objective
 from lowmem_grpo.trainer.parts import TrainedModel, make_parts
@@ -25,7 +26,7 @@ class OfflineTrainer(TrlApi):
         longest: int, callbacks: list[Any] | None = None, optimizers: Any = (None, None),
     ) -> None:
         """`longest` is the limit on the tokens of a sequence. The datasets are the user's."""
-        self.given_rows, self.given_eval_rows = dataset, eval_dataset
+        self.given_rows, self.given_eval_rows, self.shown = dataset, eval_dataset, ShownRows(tokenised)
         rows, self.encoder = self.read(dataset)
         source = source_of(rows, self.encoder, config.order_seed, config.shuffle_dataset, whole=1,
                            micro_batch=config.per_device_train_batch_size,
@@ -41,6 +42,16 @@ class OfflineTrainer(TrlApi):
     def groups_of(self, items: Iterable[Any], policy_version: int = 0) -> list[RolloutGroup]:
         """Return the encoder's results as groups."""
         raise NotImplementedError
+
+    @property
+    def train_dataset(self) -> Any:
+        """The training rows, tokenised as in TRL, as a `datasets.Dataset`."""
+        return self.shown.of("train", self.given_rows, lambda: (self.source.dataset, self.source.encoder))
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The evaluation rows, tokenised as in `train_dataset`; a dict by name for several datasets."""
+        return self.shown.of_each(self.given_eval_rows, lambda rows: self.read(rows, "eval_dataset"))
 
     def evaluation_rows(self, dataset: Any, parameter: str = "eval_dataset") -> list[RolloutGroup]:
         """Return every usable row of an evaluation dataset as groups; DataError if there is none."""

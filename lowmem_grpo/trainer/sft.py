@@ -22,12 +22,12 @@ from lowmem_grpo.config.sft import SFTConfig
 from lowmem_grpo.data.examples import each_of
 from lowmem_grpo.data.packing import PackEncoder
 from lowmem_grpo.data.prompts import Prompt
-from lowmem_grpo.data.shapes import Shapes, tokenised
+from lowmem_grpo.data.shapes import Shapes
 from lowmem_grpo.losses.objective import Objective, PolicyOutputs, StepTotals
 from lowmem_grpo.models.policy import evaluating
 from lowmem_grpo.rollout.assessment import evaluation_sets
 from lowmem_grpo.runs.views.live import SFTView
-from lowmem_grpo.trainer.offline import OfflineTrainer, ShownRows, longest_row
+from lowmem_grpo.trainer.offline import OfflineTrainer, longest_row
 from lowmem_grpo.trainer.optim import make_scheduler
 from lowmem_grpo.trainer.parts import bring_model
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
@@ -94,7 +94,6 @@ class SFTTrainer(OfflineTrainer):
         set_chat(trained.tokenizer, config)
         longest = longest_row(config.max_length, trained.context)
         ends = trained.policy.eos_token_ids(trained.tokenizer)
-        self.shown = ShownRows(tokenised)
         if preprocess_logits_for_metrics is not None and compute_metrics is None:
             raise ValueError("preprocess_logits_for_metrics is given, and compute_metrics is not; compute_metrics "
                              "reads the preprocessed logits, so pass both or neither")
@@ -106,16 +105,6 @@ class SFTTrainer(OfflineTrainer):
 
     def read(self, dataset: Any, parameter: str = "train_dataset") -> tuple[Any, Any]:
         return self.shapes.read(dataset, parameter)
-
-    @property
-    def train_dataset(self) -> Any:
-        """The tokenised training rows, with `input_ids` and `labels`, as a `datasets.Dataset`."""
-        return self.shown.of("train", self.given_rows, lambda: (self.source.dataset, self.source.encoder))
-
-    @property
-    def eval_dataset(self) -> Any:
-        """The evaluation rows, tokenised as in `train_dataset`; a dict by name for several datasets."""
-        return self.shown.of_each(self.given_eval_rows, lambda rows: self.read(rows, "eval_dataset"))
 
     def train_only(self, wrap: Callable[[Any], Any]) -> None:
         """Replace the encoder of each dataset by `wrap(encoder)`; datasets already read are read again."""

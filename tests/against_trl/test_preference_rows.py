@@ -17,6 +17,7 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference, KTOTraine
 from trl.trainer.reward_trainer import RewardTrainer
 
 from lowmem_grpo.data.pairs import ClosedPairEncoder, pair_groups, read_labelled, read_pairs, read_scored
+from lowmem_grpo.data.shapes import tokenised
 
 
 def say(text: str) -> dict[str, str]:
@@ -119,6 +120,25 @@ def test_rows_with_a_label_have_the_tokens_of_trl_and_its_order(rows: Any, longe
     assert of_examples(made) == masked(DataCollatorForUnpairedPreference(0, longest)(wanted))
     labels = [group.rollouts[0].fields["label"] for group in pair_groups(made)]
     assert labels == [float(row["label"]) for row in wanted]
+
+
+@every_row(("function", "trainer", "rows"), [
+    (read_pairs, DPOTrainer, TEXTS), (read_pairs, DPOTrainer, TALKS), (read_scored, RewardTrainer, CHATS),
+    (read_labelled, KTOTrainer, LABELS), (read_labelled, KTOTrainer, CHATS)])
+def test_the_tokenised_dataset_has_the_columns_of_trl(function: Any, trainer: Any, rows: Any) -> None:
+    given = Dataset.from_list(rows)
+    found = tokenised(given, *function(given, "train_dataset", SETTINGS, tiny(), 4096, [tiny().eos_token_id]))
+    wanted = prepared(trainer, rows, tiny())
+    names = [name for name in wanted[0] if name == "label" or name.endswith("_ids")]
+    assert [{name: row[name] for name in names} for row in found] == [
+        {name: row[name] for name in names} for row in wanted]
+    assert len(found) != len(rows) or {*rows[0]} <= {*found.column_names}
+
+
+def test_the_tokenised_dataset_of_a_stream_has_the_rows_that_can_be_used() -> None:
+    given = Dataset.from_list([*TEXTS, TEXTS[0] | {"chosen": ""}]).to_iterable_dataset()
+    found = tokenised(given, *read_pairs(given, "train_dataset", SETTINGS, tiny(), 4096, []))
+    assert [row["chosen_ids"] for row in found] == [row["chosen_ids"] for row in prepared(DPOTrainer, TEXTS, tiny())]
 
 
 def test_pairs_are_taken_apart_in_the_order_of_trl_beyond_a_thousand() -> None:

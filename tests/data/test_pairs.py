@@ -69,7 +69,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (read_pairs, PROMPTED | {"prompt": ""}, "empty prompt"), (read_pairs, PROMPTED | {"prompt": []}, "empty prompt"),
     (read_pairs, {"chosen": "Yes", "rejected": "No"}, "chosen and rejected share no prompt"),
     (read_pairs, PROMPTED | {"prompt": "a " * 99}, "no token of chosen is trained within max_length"),
-    (read_pairs, PROMPTED | {"chosen": "a" + " b" * 99, "rejected": "a" + " b" * 98}, "equal within 64 tokens"),
+    (read_pairs, PROMPTED | {"chosen": "a" + " b" * 99, "rejected": "a" + " b" * 98}, "equal within max_length"),
     (read_scored, PROMPTED | {"rejected": "a " * 99}, "rejected longer than 64 tokens"),
     (read_scored, PROMPTED | {"margin": "big"}, "margin is 'big', not a number"),
     (read_scored, PROMPTED | {"margin": float("nan")}, "margin is nan, not a number"),
