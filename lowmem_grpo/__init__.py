@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowmem_grpo.config.distillation import DistillationConfig, SDFTConfig, SDPOConfig
     from lowmem_grpo.config.grpo import GRPOConfig, RLOOConfig
-    from lowmem_grpo.config.preferences import DPOConfig, KTOConfig, ORPOConfig
+    from lowmem_grpo.config.preferences import DPOConfig, KTOConfig, ORPOConfig, RewardConfig
     from lowmem_grpo.config.sampling import SamplingParams, vLLMSamplingParams
     from lowmem_grpo.config.sft import SFTConfig
     from lowmem_grpo.data.chat_template import get_chat_template, standardize_data_formats, standardize_sharegpt
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
     from lowmem_grpo.trainer.distillation import DistillationTrainer, SDFTTrainer, SDPOTrainer
     from lowmem_grpo.trainer.grpo import GRPOTrainer, RLOOTrainer
     from lowmem_grpo.trainer.preferences import DPOTrainer, KTOTrainer, ORPOTrainer
+    from lowmem_grpo.trainer.reward_model import RewardTrainer
     from lowmem_grpo.trainer.sft import SFTTrainer
 
 __version__ = "0.1.0"
 __all__ = [
     "DPOConfig", "DPOTrainer", "DistillationConfig", "DistillationTrainer", "FastLanguageModel", "FastModel",
     "FastVisionModel", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer", "ORPOConfig", "ORPOTrainer",
-    "PatchDPOTrainer", "PatchFastRL", "RLOOConfig", "RLOOTrainer", "SDFTConfig", "SDFTTrainer", "SDPOConfig",
-    "SDPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams", "add_new_tokens", "check_python_modules",
-    "create_locked_down_function", "execute_with_time_limit", "generate_rollout_completions", "get_chat_template",
-    "is_bfloat16_supported", "standardize_data_formats", "standardize_sharegpt", "unsloth_train", "vLLMSamplingParams",
+    "PatchDPOTrainer", "PatchFastRL", "RLOOConfig", "RLOOTrainer", "RewardConfig", "RewardTrainer", "SDFTConfig",
+    "SDFTTrainer", "SDPOConfig", "SDPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams", "add_new_tokens",
+    "check_python_modules", "create_locked_down_function", "execute_with_time_limit",
+    "generate_rollout_completions", "get_chat_template", "is_bfloat16_supported", "standardize_data_formats",
+    "standardize_sharegpt", "unsloth_train", "vLLMSamplingParams",
 ]
 
 HOMES = {
@@ -44,8 +46,9 @@ HOMES = {
     **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), "trainer.grpo"), "SFTTrainer": "trainer.sft",
     **dict.fromkeys(("DistillationConfig", "SDFTConfig", "SDPOConfig"), "config.distillation"),
     **dict.fromkeys(("DistillationTrainer", "SDFTTrainer", "SDPOTrainer"), "trainer.distillation"),
-    **dict.fromkeys(("DPOConfig", "KTOConfig", "ORPOConfig"), "config.preferences"),
+    **dict.fromkeys(("DPOConfig", "KTOConfig", "ORPOConfig", "RewardConfig"), "config.preferences"),
     **dict.fromkeys(("DPOTrainer", "KTOTrainer", "ORPOTrainer"), "trainer.preferences"),
+    "RewardTrainer": "trainer.reward_model",
     "is_bfloat16_supported": "models.card_check", "add_new_tokens": "models.new_tokens",
     "generate_rollout_completions": "rollout.rollout_func",
     **dict.fromkeys(("check_python_modules", "create_locked_down_function", "execute_with_time_limit"),

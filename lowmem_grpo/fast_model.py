@@ -139,6 +139,7 @@ class FastGeneration(Saving):
 
         A vLLM engine is created at the first call and reused afterwards.
         """
+        self.check_writes("sampled from")
         return self.loaded.keeper.engine(policy or Policy(self.inner), tokenizer or self.loaded.tokenizer)
 
     @property

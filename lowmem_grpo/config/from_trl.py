@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 CLASSES = {  # (library, class) -> our class that it is read into
     ("trl", "GRPOConfig"): "GRPOConfig", ("trl", "SFTConfig"): "SFTConfig", ("trl", "RLOOConfig"): "RLOOConfig",
     **{("trl", name): name for name in ("DistillationConfig", "SDPOConfig", "SDFTConfig", "DPOConfig", "ORPOConfig",
-                                        "KTOConfig")},
+                                        "KTOConfig", "RewardConfig")},
     ("transformers", "TrainingArguments"): "TrainSettings",
 }
 TAKEN_OVER = ("learning_rate", "logging_steps", "save_steps", "max_length", "truncation_mode", "assistant_only_loss")

@@ -1,11 +1,11 @@
-"""The settings of training on preferences, under TRL's field names and meanings (TRL 1.16's DPOConfig, ORPOConfig and
-KTOConfig)."""
+"""The settings of training on preferences, under TRL's field names and meanings (TRL 1.16's DPOConfig, ORPOConfig,
+KTOConfig and RewardConfig)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from lowmem_grpo.config.grpo import MovingReference
-from lowmem_grpo.config.sft import FIXED
+from lowmem_grpo.config.sft import FIXED, TEMPLATE
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.unsupported import LEAVE_OUT, RENAMED, Table, any_value, only
 from lowmem_grpo.losses.preference_losses import PreferenceSettings
@@ -37,8 +37,22 @@ OF_KTO: Table = OF_PREFERENCES | {
 }
 
 
+class RowsOfSides(TrainSettings):
+    """Settings of training on rows of several completions."""
+
+    sides: ClassVar[int] = 2
+
+    @property
+    def completions_per_prompt(self) -> int:
+        return self.sides
+
+    @property
+    def completions_per_step(self) -> int:
+        return self.sides * self.batch_size
+
+
 @dataclass
-class PreferenceConfig(TrainSettings):
+class PreferenceConfig(RowsOfSides):
     """The fields that training on preferences shares; fields that TRL 1.16 does not have say so."""
 
     max_length: int | None = 1024
@@ -57,15 +71,6 @@ class PreferenceConfig(TrainSettings):
     RANGES: ClassVar[dict[str, Rule]] = {
         **dict.fromkeys(("max_length", "max_prompt_length", "max_completion_length"), COUNT), "beta": POSITIVE,
     }
-    sides: ClassVar[int] = 2
-
-    @property
-    def completions_per_prompt(self) -> int:
-        return self.sides
-
-    @property
-    def completions_per_step(self) -> int:
-        return self.sides * self.batch_size
 
 
 @dataclass
@@ -131,3 +136,30 @@ class KTOConfig(ReferredConfig):
         if self.loss_type == "kto" and self.batch_size < 2:
             raise ValueError("loss_type 'kto' reads each completion behind the prompt of another row, and a step has "
                              "one row; raise per_device_train_batch_size, or take loss_type='apo_zero_unpaired'")
+
+
+@dataclass
+class RewardConfig(RowsOfSides):
+    """TRL's RewardConfig. One optimizer step uses `batch_size` pairs, and its loss is the mean over all of them,
+    however they are cut into micro-batches; no pair is cut apart."""
+
+    output_dir: str = "outputs/reward"
+    learning_rate: float = 1e-4
+    max_length: int | None = 1024
+    """Maximum tokens of prompt and completion. Rows with a longer side are left out. None: the model's context."""
+    center_rewards_coefficient: float | None = None
+    """The weight of the square of the sum of both scores, which keeps scores around 0 (arXiv 2312.09244); 0.01 is
+    usual."""
+    disable_dropout: bool = True
+    chat_template_path: str | None = None
+    """Path of a chat template file (.jinja), which replaces the tokenizer's template."""
+    eos_token: str | None = None
+    """The end token to set in the tokenizer; None keeps its own. It ends texts that no chat template ends."""
+    dataset_num_proc: int | None = None
+    """Number of processes with which TRL prepares the rows; it changes nothing here."""
+
+    unsupported = FIXED
+    renamed = RENAMED | {"max_seq_length": "max_length"}
+    RANGES: ClassVar[dict[str, Rule]] = {
+        "max_length": COUNT, "center_rewards_coefficient": POSITIVE, "chat_template_path": TEMPLATE,
+    }

@@ -28,8 +28,8 @@ REFUSED = {name: advice for names, advice in {
     "OnlineDPOTrainer OnlineDPOConfig CPOTrainer CPOConfig BCOTrainer BCOConfig NashMDTrainer NashMDConfig XPOTrainer "
     "XPOConfig TPOTrainer TPOConfig":
         "Take DPOTrainer (loss_type='bco_pair' is BCO's), ORPOTrainer or KTOTrainer; or GRPOTrainer, which samples.",
-    "RewardTrainer RewardConfig PRMTrainer PRMConfig": "No reward model is trained here: train it with TRL, and give "
-                                                       "it in reward_funcs.",
+    "PRMTrainer PRMConfig": "Rewards of steps are not trained here: train a reward model of whole texts with "
+                            "RewardTrainer, or pay turns of an environment.",
     "PPOTrainer PPOConfig": "There is no value model here: train with GRPOTrainer, whose groups give the baseline.",
     "GKDTrainer GKDConfig MiniLLMTrainer MiniLLMConfig GOLDTrainer GOLDConfig SSDTrainer SSDConfig":
         "A teacher's distribution is learnt on the student's own completions: with DistillationTrainer, or with "

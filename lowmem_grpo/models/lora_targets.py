@@ -17,7 +17,7 @@ from lowmem_grpo.config.loading import GET_PEFT_MODEL
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, GATE_UP, SPLIT, family_of, has_experts, lora_on_experts
 from lowmem_grpo.models.expert_lora import check_settings
 from lowmem_grpo.models.experts import STACKS, ExpertStack
-from lowmem_grpo.runs.adapter_file import beyond_lora, check_patterns, check_values, starts_plainly
+from lowmem_grpo.runs.adapter_file import SEQ_CLS, beyond_lora, check_patterns, check_values, starts_plainly
 
 logger = logging.getLogger(__name__)
 ALL_LINEAR = [*SPLIT, "o_proj", *GATE_UP, "down_proj"]
@@ -124,8 +124,9 @@ def check_plain(config: Any) -> None:
                          "peft.LoraConfig")
     if type(config) is not LoraConfig:
         raise TypeError(f"peft_config is a {type(config).__name__}; allowed is peft.LoraConfig")
-    if str(getattr(config.task_type, "value", config.task_type)) not in ("None", "CAUSAL_LM"):
-        raise ValueError(f'peft_config: task_type is {config.task_type!r}; allowed is "CAUSAL_LM"')
+    if (kind := str(getattr(config.task_type, "value", config.task_type))) not in ("None", "CAUSAL_LM"):
+        other = ", that of a reward model, which RewardTrainer trains" if kind == SEQ_CLS else ""
+        raise ValueError(f'peft_config: task_type is {config.task_type!r}{other}; allowed is "CAUSAL_LM"')
     check_values(config)
     if config.bias != "none":
         raise ValueError(f'bias={config.bias!r}: only "none" is supported')

@@ -3,6 +3,7 @@ states. `add_score` puts one beside the model's own LoRA; an `AdapterSlot` is a 
 """
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.policy import Head, Policy
@@ -21,6 +23,7 @@ from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import AdapterError, check_base
 from lowmem_grpo.types import Rollout, RolloutGroup
 
+logger = logging.getLogger(__name__)
 SAVED = f"{PREFIX}{SCORE}.weight"  # the head's name in an adapter's file, as PEFT and transformers have it
 HEADS = {SCORE, "classifier"}  # PEFT adds both to the `modules_to_save` of a classifier
 
@@ -49,6 +52,54 @@ def add_score(model: PeftModel, seed: int, start: Tensor | None = None) -> Head:
     config.modules_to_save = [*(config.modules_to_save or ()), SCORE]
     config.task_type = SEQ_CLS
     return score_of(model)
+
+
+def without_score(model: Any, peft_config: Any) -> tuple[Any, Any, Tensor | None]:
+    """Return a model and a LoraConfig as for a causal model, and the values (1, D) of the model's score head (None: it
+    has none). A classifier of transformers, bare or inside a PEFT model, becomes a causal model in place, whose
+    head is never read. ValueError for a classifier with several labels."""
+    if peft_config is not None:
+        named = [*(getattr(peft_config, "modules_to_save", None) or ())]
+        if str(getattr(peft_config.task_type, "value", peft_config.task_type)) != SEQ_CLS and SCORE not in named:
+            logger.warning("peft_config has task_type=%r and no modules_to_save=[\"score\"]: the score head is trained "
+                           "and saved all the same, as with task_type=\"SEQ_CLS\"", peft_config.task_type)
+        peft_config = for_words(peft_config)
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if (head := getattr(base, SCORE, None)) is None:
+        return model, peft_config, None
+    if (labels := len(head.weight)) != 1:
+        raise ValueError(f"the model has num_labels={labels}, and a reward model scores with one number: load it with "
+                         "num_labels=1")
+    start = head.weight.detach().float().clone()
+    if "SequenceClassification" in type(base).__name__:
+        base = as_causal(base)
+    else:
+        del base.score
+    if isinstance(model, PeftModel):
+        for name, config in [*model.peft_config.items()]:
+            model.peft_config[name] = for_words(config)
+        model.base_model.model = base
+        return model, peft_config, start
+    return base, peft_config, start
+
+
+def for_words(config: Any) -> Any:
+    """Return a classifier's LoraConfig as that of a causal model."""
+    config = copy.copy(config)
+    left = [name for name in getattr(config, "modules_to_save", None) or () if name not in HEADS]
+    config.modules_to_save, config.task_type = left or None, "CAUSAL_LM"
+    return config
+
+
+def as_causal(classifier: Any) -> Any:
+    """Return a causal model on a classifier's layers. The weight of its head is the embedding."""
+    with torch.device("meta"):
+        made: Any = AutoModelForCausalLM.from_config(classifier.config)
+    made.config = classifier.config
+    setattr(made, made.base_model_prefix, getattr(classifier, classifier.base_model_prefix))
+    made.get_output_embeddings().weight = made.get_input_embeddings().weight
+    vars(made).update({name: value for name, value in vars(classifier).items() if name not in vars(made)})
+    return made
 
 
 def score_of(model: PeftModel) -> Head:

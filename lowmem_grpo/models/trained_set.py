@@ -29,9 +29,10 @@ class TrainedWeight:
 
     @property
     def group(self) -> str:
-        """The learning-rate group: the name of a module such as "lm_head", or of that of trained rows; "" for LoRA."""
+        """The learning-rate group: the name of a module such as "lm_head", or of that of trained rows; "" for LoRA and
+        for a score head."""
         module = MODULE.search(self.name)
-        return "" if module is None else module[1]
+        return "" if module is None or module[1] == "score" else module[1]
 
     @property
     def without_effect(self) -> Tensor:

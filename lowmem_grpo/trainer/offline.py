@@ -1,5 +1,6 @@
 """`OfflineTrainer`: what trainers share whose rows have their completions, from the rows to the records of a step."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from lowmem_grpo.trainer.run_memory import plan_memory
 from lowmem_grpo.trainer.trl_api import TrlApi
 from lowmem_grpo.types import RolloutGroup
 
+logger = logging.getLogger(__name__)
 OF_STEP = ("learning_rate", "grad_norm", "optimizer/skipped", "nonfinite/steps", "micro_batches")
 
 
@@ -107,6 +109,15 @@ def longest_row(max_length: int | None, context: int) -> int:
         raise ValueError(f"max_length is {max_length} and the context has {context} tokens; lower it, or load "
                          "with a larger max_seq_length")
     return max_length or context
+
+
+def limit_of(max_length: int | None, usual: int | None, context: int) -> int:
+    """Return `longest_row`. A default `usual` above the context is lowered to it."""
+    if max_length == usual and usual is not None and context < usual:
+        logger.warning("max_length is %d, its default, and the context has %d tokens, which is the limit", usual,
+                       context)
+        return context
+    return longest_row(max_length, context)
 
 
 class ShownRows:

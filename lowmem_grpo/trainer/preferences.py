@@ -17,7 +17,7 @@ from lowmem_grpo.data.pairs import ClosedPairEncoder, pair_groups, read_labelled
 from lowmem_grpo.data.prompts import DataError, Prompt
 from lowmem_grpo.data.stream import StreamSource
 from lowmem_grpo.runs.views.live import PreferenceView
-from lowmem_grpo.trainer.offline import OfflineTrainer, longest_row
+from lowmem_grpo.trainer.offline import OfflineTrainer, limit_of
 from lowmem_grpo.trainer.parts import TrainedModel, bring_model
 from lowmem_grpo.trainer.preference_objectives import (
     ANSWER,
@@ -51,7 +51,7 @@ class PreferenceTrainer(OfflineTrainer):
         config = taken_in(others, settings_of(args, self.settings), type(self))
         check_model(model, type(self))
         trained = bring_model(model, config, tokenizer, *loading, config.max_length or 0)
-        self.limit = limit_of(config, trained.context)
+        self.limit = limit_of(config.max_length, PreferenceConfig.max_length, trained.context)
         self.reading = config, trained.tokenizer, self.limit, trained.policy.eos_token_ids(trained.tokenizer)
         if isinstance(config, ReferredConfig):
             set_reference(trained, ref_model, config.sync_ref_model)
@@ -199,15 +199,6 @@ class KTOTrainer(ReferredTrainer):
                 return item.ids
         raise DataError("the KL term of loss_type 'kto' reads each completion behind the prompt of another row, and "
                         "there is one row; add others, or take loss_type='apo_zero_unpaired'")
-
-
-def limit_of(config: PreferenceConfig, context: int) -> int:
-    """Return the limit on prompt and completion together, in tokens. TRL's default is lowered to a shorter context."""
-    if config.max_length == PreferenceConfig.max_length and context < (config.max_length or 0):
-        logger.warning("max_length is %d by default, and the context has %d tokens, which is the limit",
-                       config.max_length, context)
-        return context
-    return longest_row(config.max_length, context)
 
 
 def set_reference(trained: TrainedModel, ref_model: Any, moves: bool) -> None:

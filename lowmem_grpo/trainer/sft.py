@@ -50,7 +50,7 @@ class SFTObjective(Objective):
                                  "mean_token_accuracy": outputs.hits.mean()})
 
 
-def set_chat(tokenizer: Any, settings: SFTConfig) -> None:
+def set_chat(tokenizer: Any, settings: Any) -> None:
     """Set the tokenizer's chat template and end token as TRL does. ValueError for an end token that is unknown."""
     if settings.chat_template_path is not None:
         tokenizer.chat_template = Path(settings.chat_template_path).expanduser().read_text(encoding="utf-8")

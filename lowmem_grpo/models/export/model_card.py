@@ -28,7 +28,7 @@ METHODS = {"sft": "Supervised fine-tuning", "trajectories": "GRPO on trajectorie
            "ppo": "PPO",
            "distillation": "Distillation", "sdpo": "Self-distillation (SDPO)", "sdft": "Self-distillation (SDFT)",
            "dpo": "Direct preference optimization (DPO)", "orpo": "Odds-ratio preference optimization (ORPO)",
-           "kto": "Kahneman-Tversky optimization (KTO)"}
+           "kto": "Kahneman-Tversky optimization (KTO)", "reward": "Reward model"}
 SETTINGS = ("learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps",
             "num_generations", "temperature", "max_completion_length", "max_length", "loss_type", "beta", "seed")
 OF_TEACHER = ("distillation_mode", "distillation_topk", "distillation_alpha", "distillation_weight")

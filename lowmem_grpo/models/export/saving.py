@@ -7,6 +7,7 @@ from typing import Any
 
 from lowmem_grpo.config.unsupported import Table, any_value, off, only, refuse
 from lowmem_grpo.models.hub import check_repo, client, full_name, push
+from lowmem_grpo.runs.adapter_file import SEQ_CLS
 from lowmem_grpo.utils import UnsupportedError
 
 MERGED_16BIT, FORCED, MXFP4, LORA = "merged_16bit", "merged_4bit_forced", "mxfp4", "lora"
@@ -39,6 +40,13 @@ class Saving:
     inner: Any
     loaded: Any
 
+    def check_writes(self, what: str) -> None:
+        """Raise UnsupportedError for a reward model, which cannot be merged or sampled from."""
+        config = getattr(self.inner, "peft_config", {}).get("default")
+        if str(getattr(config, "task_type", "")) == SEQ_CLS:
+            raise UnsupportedError(f"the model is a reward model and cannot be {what}: it scores texts. Save its "
+                                   "adapter (save_lora), and give reward_funcs=rewards.from_adapter(folder)")
+
     def save_pretrained_merged(self, save_directory: str | Path, tokenizer: Any = None,
                                save_method: str | None = MERGED_16BIT, dtype: str | None = None,
                                overwrite: bool = False, **options: Any) -> Path:
@@ -55,6 +63,8 @@ class Saving:
         from lowmem_grpo.models.export.merged import save_adapter, save_merged
 
         folder, name, method = Path(save_directory).expanduser(), self.loaded.name, method_of(save_method)
+        if method != LORA:
+            self.check_writes("merged")
         if method == FORCED:
             return save_in_4bit(self.inner, folder, tokenizer or self.loaded.tokenizer, dtype, overwrite, name).folder
         if method == MXFP4:
@@ -85,6 +95,7 @@ class Saving:
         if save_method is not None and method_of(save_method) == LORA:
             raise UnsupportedError('save_method="lora": an adapter is not written as GGUF; llama.cpp\'s '
                                    "convert_lora_to_gguf.py makes one of the folder that save_lora writes")
+        self.check_writes("merged")
         from lowmem_grpo.models.export.formats import save_gguf
 
         chosen = [quantization_method] if not isinstance(quantization_method, list | tuple) else quantization_method

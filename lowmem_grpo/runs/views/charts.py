@@ -85,8 +85,14 @@ OF_PREFERENCES = (  # rewards of sides: beta times the log ratio of policy and r
     Chart("Rewards of both sides", "", "reward", {"rewards/chosen": "chosen", "rewards/rejected": "rejected",
                                                   "rewards/margins": "difference"}, from_zero=True),
 )
-PREFERRING = ("dpo", "orpo", "kto")  # the methods with these charts
-DRAWN = {name for chart in (*OF_EPISODES, *OF_TEACHER, *OF_CRITIC, *CHARTS, *OF_TAUGHT, *OF_PREFERENCES)
+OF_SCORES = (
+    Chart("Pairs told apart", "the chosen side has the higher score", "share of pairs",
+          {"accuracy": "train", "eval_accuracy": "evaluation"}, share=True),
+    Chart("Scores", "of the texts of a step", "score", {"max_reward": "highest", "mean_reward": "mean",
+                                                         "min_reward": "lowest", "margin": "difference of sides"}),
+)
+PREFERRING = {**dict.fromkeys(("dpo", "orpo", "kto"), OF_PREFERENCES), "reward": OF_SCORES}  # charts by method
+DRAWN = {name for chart in (*OF_EPISODES, *OF_TEACHER, *OF_CRITIC, *CHARTS, *OF_TAUGHT, *OF_PREFERENCES, *OF_SCORES)
          for name in chart.metrics}
 TOLD = {"reward", "reward_std", "eval_reward", "val/reward", "elapsed", "num_tokens"}  # in the reward chart or tiles
 ALWAYS = ("Accuracy", "Reward", "Reward functions", "Verified right", "Groups with signal")  # drawn even if all 0
@@ -115,9 +121,9 @@ def figures(rows: list[Record], completions: list[Record] | None = None, summary
     if taught(summary or {}):
         own = {chart.title for chart in OF_TAUGHT}
         charts = [*OF_TAUGHT, *(chart for chart in CHARTS if chart.title not in own)]
-    if (summary or {}).get("method") in PREFERRING:
-        charts = [*OF_PREFERENCES, *(replace(chart, note="", axis="loss") if chart.title == "Loss" else chart
-                                     for chart in charts)]
+    if own_charts := PREFERRING.get((summary or {}).get("method", "")):
+        charts = [*own_charts, *(replace(chart, note="", axis="loss") if chart.title == "Loss" else chart
+                                 for chart in charts)]
     drawn = [accuracy_chart(completions or [], summary or {}), reward_chart(rows), endings_chart(rows)]
     for chart in charts:
         lines = [Line(name, points(rows, key, chart.scale), dots=key.startswith("eval_"))

@@ -27,7 +27,8 @@ ENDED = {
 LOSSES = {"loss": "loss", "eval_loss": "evaluation loss"}
 METHODS = {"sft": "supervised fine-tuning", "distillation": "distillation", "sdpo": "self-distillation",
            "sdft": "self-distillation", "dpo": "direct preference optimization",
-           "orpo": "odds-ratio preference optimization", "kto": "Kahneman-Tversky optimization"}
+           "orpo": "odds-ratio preference optimization", "kto": "Kahneman-Tversky optimization",
+           "reward": "reward model"}
 PREFIX = "alarms/"
 
 
@@ -117,7 +118,7 @@ def facts_of(rows: list[Record], summary: Record) -> dict[str, str]:
         of = " of a trained token" if summary.get("method") == "sft" else ""
         facts |= {f"{words}{of}, first \u2192 last": f"{losses[0]:.3g} \u2192 {losses[-1]:.3g}"
                   for key, words in LOSSES.items() if (losses := numbers(rows, key))}
-        if ahead := numbers(rows, "rewards/accuracies"):
+        if ahead := numbers(rows, "rewards/accuracies") or numbers(rows, "accuracy"):
             facts["pairs whose chosen side is ahead, first \u2192 last"] = f"{ahead[0]:.1%} \u2192 {ahead[-1]:.1%}"
         if tokens := numbers(rows, "num_tokens"):
             facts["tokens read, of prompts and answers"] = f"{tokens[-1]:,.0f}"

@@ -215,6 +215,15 @@ class PreferenceView(LiveView):
         ("rewards/chosen", "reward of chosen", "chosen"), ("rewards/rejected", "reward of rejected", "rejected"))
 
 
+class RewardView(LiveView):
+    """The live view of training a reward model: the loss, and how far the chosen sides' scores are ahead."""
+
+    title, first = "Reward model", (
+        *SFTView.first, ("accuracy", "chosen sides ahead", "accuracy"),
+        ("eval_accuracy", "ahead in evaluation", "eval_accuracy"), ("margin", "margin", "margin"),
+        ("mean_reward", "mean score", "mean_reward"))
+
+
 def shown(key: str, value: float) -> str:
     if key == "memory/peak_bytes":
         return size_text(value)
