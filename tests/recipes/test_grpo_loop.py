@@ -33,11 +33,11 @@ def test_the_loop_has_the_gradient_of_the_trainer_on_the_same_completions(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # 30 steps of 5 s, or of 20 on a busy machine
+@pytest.mark.timeout(3600)  # 24 steps of 5 s, or of 20 on a busy machine
 def test_the_loop_learns_arithmetic_as_the_demo_does_from_a_quarter_of_its_problems() -> None:
-    settings = LoopSettings(steps=30, prompts=16, test_problems=256)
+    settings = LoopSettings(steps=24, prompts=16, test_problems=256)
     parts = grpo_loop.load(settings)
     before, steps = grpo_loop.accuracy(parts, settings), list(grpo_loop.train(settings, parts))
     assert before < 0.5
-    assert len(steps) == 30
-    assert grpo_loop.accuracy(parts, settings) > 0.8  # 0.92 on the processor where this was set
+    assert len(steps) == 24
+    assert grpo_loop.accuracy(parts, settings) > 0.8  # 0.895 on the processor where this was set
