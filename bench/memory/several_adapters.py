@@ -1,5 +1,5 @@
-"""Count the peak bytes of PPO's step on fake tensors, beside GRPO's: policy, reference, critic and reward model are one
-base with three adapters and two heads.
+"""Count the peak bytes of PPO's and DPO's steps on fake tensors, beside GRPO's: policy, reference, critic and reward
+model are one base with three adapters and two heads.
 
     python -m bench.memory.several_adapters [MODEL]     8 sequences of 2,048 tokens
 """
@@ -17,6 +17,7 @@ from bench.memory.counted_storages import CountedStorages, Known
 from bench.memory.fake_models import make_fake, meta_model, stored
 from bench.memory.stages import Features
 from bench.memory.weigh import CountedCopies, Unmeasured, add_lora, learner_of
+from lowmem_grpo.config.preferences import DPOConfig
 from lowmem_grpo.losses.objective import StepTotals
 from lowmem_grpo.losses.value_loss import value_losses
 from lowmem_grpo.memory.offload.activations import ActivationOffload
@@ -26,6 +27,7 @@ from lowmem_grpo.models.score_head import AdapterSlot, score_of_hidden
 from lowmem_grpo.models.trained_set import adapter_values
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.optim import make_optimizer
+from lowmem_grpo.trainer.preference_objectives import PairObjective
 from lowmem_grpo.trainer.step_accumulator import StepAccumulator
 from lowmem_grpo.types import MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import GIB
@@ -40,17 +42,19 @@ def sequences_of(count: int) -> MicroBatch:
     return batch
 
 
-def weigh_several(config: dict[str, Any], sequences: int, several: bool, rank: int = 32) -> int:
-    """Return the peak bytes on the device of a step on one micro-batch of so many sequences: GRPO's with a reference,
-    or PPO's with `several`, a critic and a reward model. The optimizers' states are there from the beginning."""
+def weigh_step(config: dict[str, Any], sequences: int, method: str, rank: int = 32) -> int:
+    """Return the peak bytes on the device of a step on one micro-batch of so many sequences: with "grpo" and "dpo"
+    beside a reference, with "ppo" also beside a critic and a reward model. The optimizers' states are there before."""
     features, batch = Features(), sequences_of(sequences)
     kind = AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
     model = add_lora(meta_model(kind, torch.bfloat16, nf4=True), rank, PROMPT + COMPLETION, features)
-    slots = slots_of(model, rank) if several else []
+    slots = slots_of(model) if method == "ppo" else []
     known = Known({len(batch.input_ids): int(batch.loss_mask.sum())}, len(batch.rollouts))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         make_fake(model)
         learner = learner_of(model, [PROMPT + COMPLETION], features, Unmeasured)
+        if method == "dpo":
+            learner.objective = pairs_of(batch)
         for slot in slots:
             refill(slot, learner.policy)
         tensors: dict[str, Any] = {
@@ -65,7 +69,18 @@ def weigh_several(config: dict[str, Any], sequences: int, several: bool, rank: i
                             for tensor in held}.values())
 
 
-def slots_of(model: Any, rank: int) -> list[AdapterSlot]:
+def pairs_of(batch: MicroBatch) -> PairObjective:
+    """Return DPO's objective, which knows the batch's completions as pairs."""
+    objective = PairObjective(DPOConfig())
+    batch.fields["ref_logprobs"] = torch.zeros(len(batch.input_ids))
+    for rollout in batch.rollouts:
+        rollout.ref_logprobs = torch.zeros(COMPLETION)
+    with unset_fake_temporarily():
+        objective.prepared(batch.rollouts)
+    return objective
+
+
+def slots_of(model: Any) -> list[AdapterSlot]:
     """Return a critic and a reward model on the meta device, with LoRA on the same layers as the policy."""
     config = model.peft_config["default"]
     return [AdapterSlot(Policy(model), name, config, trained=name == "critic") for name in ("critic", "reward")]
@@ -118,7 +133,7 @@ class Step:
             optimizer.zero_grad()
 
     def train_policy(self) -> None:
-        totals = StepTotals(len(self.batch.rollouts), 1, 1)
+        totals = StepTotals(len(self.batch.rollouts), 1, 1, 1)
         self.learner.accumulate(iter([self.batch]), totals, StepAccumulator(self.learner.policy.device))
 
     def train_critic(self) -> None:
@@ -128,21 +143,22 @@ class Step:
             value_losses(values, torch.zeros_like(values), torch.zeros_like(values), 0.2)[0].sum().backward()
 
 
-def weigh_whole(config: dict[str, Any], sequences: int, several: bool) -> int:
+def weigh_whole(config: dict[str, Any], sequences: int, method: str) -> int:
     """Return the peak of the whole model, by steps with 2 and 3 layers: each further layer adds as much."""
-    two, three = (weigh_several(config | {"num_hidden_layers": layers}, sequences, several) for layers in (2, 3))
+    two, three = (weigh_step(config | {"num_hidden_layers": layers}, sequences, method) for layers in (2, 3))
     return two + (config["num_hidden_layers"] - 2) * (three - two)
 
 
 def main() -> None:
-    """Print the peaks of both steps."""
+    """Print the peaks of the steps."""
     from lowmem_grpo.memory.model_shape import named_config
 
     name = sys.argv[1] if len(sys.argv) > 1 else "llama-3.1-8b"
-    for sequences in (1, SEQUENCES):
-        alone, several = (weigh_whole(named_config(name), sequences, both) for both in (False, True))
-        print(f"{name}, micro-batches of {sequences} x 2,048 tokens: GRPO {alone / GIB:.3f} GiB, with a critic and a "
-              f"reward model {several / GIB:.3f} GiB, {several / alone:.3f} times")
+    for sequences, methods in ((1, ("grpo", "ppo")), (2, ("grpo", "dpo")), (SEQUENCES, ("grpo", "ppo", "dpo"))):
+        peaks = {method: weigh_whole(named_config(name), sequences, method) for method in methods}
+        for method, peak in peaks.items():
+            print(f"{name}, micro-batches of {sequences} x 2,048 tokens: {method} {peak / GIB:.3f} GiB, "
+                  f"{peak / peaks['grpo']:.3f} times grpo's")
 
 
 if __name__ == "__main__":
