@@ -8,7 +8,7 @@ from lowmem_grpo.config.rollout import SEVERAL, RewardSettings, RolloutSettings
 from lowmem_grpo.config.sampling import EpisodeSettings, StrategySettings
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.config.teacher import TeacherSettings
-from lowmem_grpo.losses.advantages import COMPARING, GAE, AdvantageSettings
+from lowmem_grpo.losses.advantages import COMPARING, GAE, UNGROUPED, AdvantageSettings
 from lowmem_grpo.losses.loss_settings import LossSettings
 from lowmem_grpo.utils import COUNT, SHARE, TRUTH, Rule, count_text, one_of
 
@@ -78,10 +78,13 @@ class GRPOConfig(  # type: ignore[misc]  # max_completion_length may be None onl
                              "policy, and would be trained on as if they were of this one; leave one of them out")
 
     def check_generations(self) -> None:
-        """Raise ValueError for a single completion of each prompt, if neither a critic nor a teacher judges it."""
-        if self.num_generations == 1 and not (self.needs_teacher or self.advantage_estimator == GAE):
-            raise ValueError(f"num_generations is 1; it must be {SEVERAL}. A single one is enough for a critic, with "
-                             f"advantage_estimator={GAE!r}")
+        """Raise ValueError for a single completion of each prompt, if it would be compared with others."""
+        if self.num_generations == 1 and not (self.needs_teacher or self.advantage_estimator in UNGROUPED):
+            raise ValueError(f"num_generations is 1; it must be {SEVERAL}. A single one is enough for "
+                             f"advantage_estimator={' or '.join(map(repr, UNGROUPED))}")
+        if self.num_generations == 1 and self.difficulty_pools:
+            raise ValueError("difficulty_pools is True, which skips rows whose completions all earn the same, and "
+                             "num_generations is 1; leave one of them out")
 
     def check_step(self) -> None:
         """Raise ValueError if settings that may differ from step to step contradict each other or other settings."""

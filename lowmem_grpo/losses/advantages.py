@@ -180,6 +180,8 @@ TRUTHS: dict[Any, str] = {True: "group", False: "none", "True": "group", "true":
                           "false": "none"}  # scale_rewards of older versions of TRL
 COMPARING = ("grpo", "rloo", "reinforce++_baseline")  # estimators that compare a reward with its group's mean
 
+UNGROUPED = ("reinforce++", "remax", GAE)  # estimators for which one completion of a prompt is enough
+
 
 @dataclass(kw_only=True)
 class AdvantageSettings:

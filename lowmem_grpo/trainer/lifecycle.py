@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowmem_grpo.losses.advantages import GAE
+from lowmem_grpo.losses.advantages import UNGROUPED
 from lowmem_grpo.rewards.checking.diagnosis import about_rewards
 from lowmem_grpo.runs.alarms import Alarms
 from lowmem_grpo.runs.checkpoint import save_adapter
@@ -114,7 +114,7 @@ class FirstSteps:
     ) -> None:
         self.seen += 1
         self.step_times.mark(state.global_step)
-        taught = getattr(args, "teacher", None) is not None or getattr(args, "advantage_estimator", None) == GAE
+        taught = getattr(args, "teacher", None) is not None or getattr(args, "advantage_estimator", "") in UNGROUPED
         if self.seen == 1 and groups and (self.rewards or taught) and args.preflight:
             warn(logger, f"step {state.global_step}", about_rewards(groups, self.rewards or {}, taught))
         if self.seen == 2:

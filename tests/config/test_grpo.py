@@ -150,11 +150,15 @@ def test_a_kl_term_is_in_the_loss_and_in_the_reward_too_or_in_neither() -> None:
     assert not GRPOConfig(advantage_estimator="reinforce++_baseline", beta=0.1).kl_in_reward
 
 
-def test_one_completion_of_a_prompt_is_enough_for_a_critic_which_learns_ten_times_as_fast() -> None:
+def test_one_completion_of_a_prompt_is_enough_for_estimators_that_do_not_compare_it() -> None:
     config = GRPOConfig(advantage_estimator="gae", num_generations=1, learning_rate=1e-5, beta=0.1)
     assert config.critic_rate == pytest.approx(1e-4) and config.kl_in_reward and config.completions_per_step == 8
     assert replace(config, critic_learning_rate=0.0).critic_rate == 0
-    with pytest.raises(ValueError, match=r"num_generations is 1; it must be a whole number, 2 or more.*='gae'"):
+    for estimator in ("reinforce++", "remax"):
+        assert GRPOConfig(advantage_estimator=estimator, num_generations=1).prompts_per_step == 8
+        with pytest.raises(ValueError, match="skips rows whose completions all earn the same, and num_generations"):
+            GRPOConfig(advantage_estimator=estimator, num_generations=1, difficulty_pools=True)
+    with pytest.raises(ValueError, match=r"num_generations is 1; it must be a whole number, 2 or more.*or 'gae'"):
         GRPOConfig(num_generations=1)
 
 
