@@ -254,8 +254,10 @@ def test_log_ratios_however_far_would_give_losses_or_gradients_that_are_not_fini
     far = torch.tensor([sign * value for value in FAR for sign in (1, -1)])
     chosen, rejected = (side.flatten().requires_grad_() for side in torch.meshgrid(far, far, indexing="ij"))
     nothing, lengths = torch.zeros(len(chosen)), torch.full((len(chosen),), 3)
-    for coefficient in (0.5, 2.5) if divergence == "alpha_divergence" else (0.5,):
-        settings = options(name, f_divergence_type=divergence, f_alpha_divergence_coef=coefficient)
+    several: list[dict[str, Any]] = [{"f_alpha_divergence_coef": 2.5}] if divergence == "alpha_divergence" else []
+    several += [{"discopop_tau": 3.0}] if name == "discopop" else []
+    for others in ({}, *several):
+        settings = options(name, f_divergence_type=divergence, **others)
         losses = pair_losses(PairScores(chosen, rejected, nothing, nothing, lengths, lengths), settings)
         assert losses.dtype == torch.float32 and losses.isfinite().all()
         for gradient in torch.autograd.grad(losses.sum(), [chosen, rejected], allow_unused=True):
