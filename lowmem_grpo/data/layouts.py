@@ -163,7 +163,7 @@ def refuse(rows: list[dict[str, Any]], names: dict[str, str], source: str) -> No
     both = "name both with --prompt-column and --answer-column"
     for applies, why in (
         ({"chosen", "rejected"} <= {*names} or {"completion", "label"} <= {*names}, "these are preferences, of which "
-         f"none is right: {both}, or write a reward of your own"),
+         f"none is right: train on them with DPOTrainer (docs/preferences.md), or {both}"),
         (keys, f"the answer is an object with {listed(keys)}: {both}"),
         ({"nums", "numbers"} & {*names} and "target" in names, "these are puzzles, whose target is no answer: train on "
          f"puzzles of the same kind with lowmem-grpo run countdown, or {both}"),

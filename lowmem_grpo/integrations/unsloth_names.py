@@ -30,7 +30,8 @@ REFUSED = {name: advice for names, advice in {
         "Take DPOTrainer (loss_type='bco_pair' is BCO's), ORPOTrainer or KTOTrainer; or GRPOTrainer, which samples.",
     "PRMTrainer PRMConfig": "Rewards of steps are not trained here: train a reward model of whole texts with "
                             "RewardTrainer, or pay turns of an environment.",
-    "PPOTrainer PPOConfig": "There is no value model here: train with GRPOTrainer, whose groups give the baseline.",
+    "PPOTrainer PPOConfig": "Train with GRPOTrainer, whose groups give the baseline; GRPOConfig("
+                            "advantage_estimator='gae') gives it a critic (docs/preferences.md).",
     "GKDTrainer GKDConfig MiniLLMTrainer MiniLLMConfig GOLDTrainer GOLDConfig SSDTrainer SSDConfig":
         "A teacher's distribution is learnt on the student's own completions: with DistillationTrainer, or with "
         "SDFTTrainer and SDPOTrainer from the model itself. For other texts take SFTTrainer.",
