@@ -55,6 +55,7 @@ class RunSettings:
     teacher_hidden_bytes: int = 0  # a teacher's last hidden states at an update's completions, on the host
     reward_bytes: int = 0  # on the card while the largest reward model scores
     reward_host_bytes: int = 0  # all reward models, on the host between steps
+    reward_adapter_bytes: int = 0  # of reward models that are adapters on the policy's base, which stay on the card
     image_tokens: int = 0  # of a prompt, at most
     ranks: int = 1  # processes of the run, each with its own card; all other settings are per process
     expert_lora: bool = False  # whether each expert of a mixture has LoRA too
@@ -69,8 +70,8 @@ class RunSettings:
                          "kv_bytes", "chunk_rows", "sequences", "completions_per_step", "longest_completion",
                          "head_groups", "ranks"), COUNT),
         "mlp_tile": at_least(0), "kept_layers": at_least(0), "spread": ZERO_OR_MORE,
-        **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes", "image_tokens", "teacher_bytes",
-                         "teacher_hidden_bytes", "trained_rows"), ZERO_OR_MORE),
+        **dict.fromkeys(("host_bytes", "reward_bytes", "reward_host_bytes", "reward_adapter_bytes", "image_tokens",
+                         "teacher_bytes", "teacher_hidden_bytes", "trained_rows"), ZERO_OR_MORE),
         "modules_to_save": (f"some of {EMBEDDING} and {HEAD}", lambda names: {*names} <= {EMBEDDING, HEAD}),
         "saved_itemsize": one_of(2, 4),
         "engine": one_of(*ENGINES),

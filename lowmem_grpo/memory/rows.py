@@ -82,6 +82,7 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     bits = f"{8 * shape.word} bits"
     table_note = "the head is the same table" if shape.tied else bits
     table_note += "; that of each layer's own numbers in 16 bits" if shape.per_layer else ""
+    on_base = settings.reward_adapter_bytes
     where = "on the host" if settings.host_embedding and shape.host_bytes() else table_note
     form, ranks = FORMS[settings.form], settings.ranks > 1  # with several, gradients are summed in a copy
     held = "linears" if shape.experts is None else "experts" if form.only_experts else "linears and experts"
@@ -98,6 +99,7 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
         PlanRow("head", table, table, note=bits),
         PlanRow("adapters", lora, lora, note=f"{lora_text(shape, settings, adapted)}, float32"),
         *([PlanRow(SAVED, copies, copies, note=saved_text(shape, settings))] if saved or trained["away"] else []),
+        *([PlanRow("reward adapters", on_base, on_base, note="of reward models on the same base")] if on_base else []),
         *([PlanRow("critic", lora + of_critic, 2 * lora + of_critic, note="adapter, its gradients, AdamW's states")]
           if settings.keeps_critic else []),
         PlanRow("gradients", 0, lora + saved + 4 * ranks * all_numbers(shape, settings), note="of the adapters, float32"

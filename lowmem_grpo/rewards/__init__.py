@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lowmem_grpo.rewards.adapter_reward import from_adapter
     from lowmem_grpo.rewards.calling.scorer import RewardError, RewardScorer, Scores
     from lowmem_grpo.rewards.checking.check import RewardCheck, check
     from lowmem_grpo.rewards.judge.judge import judged, ruler
@@ -48,18 +49,19 @@ if TYPE_CHECKING:
     from lowmem_grpo.types import Finding
 
 __all__ = [
-    "SYSTEM_PROMPT", "Finding", "MeanOf", "Reward", "RewardCheck", "RewardError", "RewardScorer", "Scores", "SelfJudge",
-    "UrlJudge", "Verifier", "after", "answer_match", "boxed", "boxed_match", "check", "code_passes_tests",
-    "correctness_reward_func", "email_rewards", "extract_hash_answer", "extract_xml_answer", "follows_instructions",
-    "format_kept", "format_match", "ideal_answer", "in_tag", "int_reward_func", "json_match", "judged",
-    "keyword_present", "last_line", "last_number", "length_near", "math_match", "number_equal", "number_match",
-    "number_present", "proximity", "recipient_named", "regex_match", "repetition_penalty", "ruler", "signed",
-    "soft_format_reward_func", "soft_overlong_penalty", "strict_format_reward_func", "tags_counted", "too_long",
-    "whole", "xmlcount_reward_func",
+    "SYSTEM_PROMPT", "Finding", "MeanOf", "Reward", "RewardCheck", "RewardError", "RewardScorer", "Scores",
+    "SelfJudge", "UrlJudge", "Verifier", "after", "answer_match", "boxed", "boxed_match", "check",
+    "code_passes_tests", "correctness_reward_func", "email_rewards", "extract_hash_answer", "extract_xml_answer",
+    "follows_instructions", "format_kept", "format_match", "from_adapter", "ideal_answer", "in_tag",
+    "int_reward_func", "json_match", "judged", "keyword_present", "last_line", "last_number", "length_near",
+    "math_match", "number_equal", "number_match", "number_present", "proximity", "recipient_named", "regex_match",
+    "repetition_penalty", "ruler", "signed", "soft_format_reward_func", "soft_overlong_penalty",
+    "strict_format_reward_func", "tags_counted", "too_long", "whole", "xmlcount_reward_func",
 ]
 
 HOMES = {name: home for home, names in {
     "types": "Finding",
+    "rewards.adapter_reward": "from_adapter",
     "rewards.reward": "MeanOf Reward Verifier",
     "rewards.calling.scorer": "RewardError RewardScorer Scores",
     "rewards.checking.check": "RewardCheck check",

@@ -33,6 +33,7 @@ class RewardModel(Reward):
 
     after_sampling = True  # the KV cache must have left the card
     time_limit = math.inf
+    adapter_bytes = 0  # beside the policy's own adapter
 
     def __init__(self, model: Any, tokenizer: Any = None, init: dict[str, Any] | None = None,
                  template_kwargs: dict[str, Any] | None = None) -> None:

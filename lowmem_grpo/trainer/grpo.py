@@ -98,6 +98,9 @@ class GRPOTrainer(TrlApi):
         reward_models = [func for func in self.scorer.funcs if isinstance(func, RewardModel)]
         for reward_model in reward_models:
             reward_model.load(trained.policy.device)
+        adapters: list[Any] = [func for func in self.scorer.funcs if getattr(func, "on_policys_base", False)]
+        for number, adapter in enumerate(adapters):
+            adapter.join(trained, number, config.chat_template_kwargs)
         first = first_engine(trained, config, engine)
         longest, context = lengths(config, trained.context)
         encoder = players.encoder(prompt_encoder(trained, longest, config, players.images))
@@ -115,8 +118,11 @@ class GRPOTrainer(TrlApi):
 
             beside, learner_class = Critic(config, trained.policy, self.scorer), CriticLearner
         parts = make_policy_parts(trained, config, prompt_source(config, rows, encoder), first, context, optimizers,
-                                  reward_models, objective_class=beside.objective if beside else self.objective_class,
+                                  [*reward_models, *adapters],
+                                  objective_class=beside.objective if beside else self.objective_class,
                                   planned=beside and beside.planned, learner_class=learner_class)
+        for adapter in adapters:
+            adapter.learner = parts.learner
         self.parity = parts.parity
         self.sampler = Sampler(trained.model, trained.policy, trained.tokenizer, parts.memory, parts.state, parts.clock,
                                first, engine is not None, self.player)

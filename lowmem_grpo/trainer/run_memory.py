@@ -127,6 +127,7 @@ def plan_memory(
     own: dict[str, Any] = {
         "ranks": ranks.count, "host_bytes": None if room is None else room + on_host,  # already in host memory
         "reward_bytes": max((reward_model.scoring_bytes for reward_model in reward_models), default=0),
+        "reward_adapter_bytes": sum(reward_model.adapter_bytes for reward_model in reward_models),
         "reward_host_bytes": on_host, **(planned or {}),
     }
     if engine is not None:

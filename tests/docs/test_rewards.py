@@ -16,6 +16,7 @@ PAGE = (DOCS / "rewards.md").read_text(encoding="utf-8")
 NOT_IN_TABLES = {  # places and code are in words below the tables; the rest is what calls, checks and carries
     "Finding", "MeanOf", "Reward", "RewardCheck", "RewardError", "RewardScorer", "SYSTEM_PROMPT", "Scores", "SelfJudge",
     "UrlJudge", "Verifier", "after", "boxed", "check", "code_passes_tests", "email_rewards", "extract_hash_answer",
+    "from_adapter",
     "extract_xml_answer", "in_tag", "judged", "last_line", "last_number", "ruler", "whole",
 }
 
