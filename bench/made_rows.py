@@ -12,6 +12,7 @@ from bench.common import public_code as public
 from lowmem_grpo.recipes.tasks.arithmetic import problems
 
 ROWS = 256  # some notebooks show the hundredth row that they keep
+MORE = {"HuggingFaceH4/ultrafeedback_binarized": 2048}  # rows where a notebook keeps one of 200, and shows the ninth
 
 
 def messages(question: str, answer: str) -> list[dict[str, str]]:
@@ -129,7 +130,8 @@ def load_dataset(path: str, name: str | None = None, *, split: Any = None, strea
     row = (lambda *texts: dict(zip(column_names, texts, strict=False))) if column_names else DATASETS.get(path)
     if row is None:
         raise LookupError(f"there are no made rows for {path!r}; add its columns to {__name__}.DATASETS")
-    made = [row(problem.question, str(problem.answer)) for problem in islice(problems("train", 0), ROWS)]
+    drawn = islice(problems("train", 0), MORE.get(path, ROWS))
+    made = [row(problem.question, str(problem.answer)) for problem in drawn]
     data = Dataset.from_list(made)
     data = data.to_iterable_dataset() if streaming else data
     return DatasetDict(dict.fromkeys(("train", "validation", "test"), data)) if split is None else data

@@ -40,9 +40,10 @@ from lowmem_grpo.config.beside_lora import WHOLE
 from lowmem_grpo.trainer.loop import Trainer
 from lowmem_grpo.utils import GIB
 
-OURS = {"GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams"}  # names of TRL and vLLM, here too
+OURS = {"DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "ORPOConfig", "ORPOTrainer", "SFTConfig", "SFTTrainer",
+        "SamplingParams"}  # names of TRL and vLLM, here too
 MADE_ROWS = "bench.made_rows"
-SETTINGS = ("GRPOConfig", "SFTConfig", "TrainingArguments", "UnslothTrainingArguments")
+SETTINGS = ("DPOConfig", "GRPOConfig", "ORPOConfig", "SFTConfig", "TrainingArguments", "UnslothTrainingArguments")
 UPLOADS = ("notebook_login", "login", "push_to_hub")
 TRACKERS = (["wandb"], ["trackio"])
 OFFLINE = {"trackio_space_id": "None", "push_to_hub": "False", "report_to": "'none'"}  # an option, and its value here
@@ -69,13 +70,13 @@ FAMILIES = (  # of models that the package refuses by name (docs/families.md), b
 NAMED = re.compile(r"(Unsupported|Value|Data|Preflight|Sandbox|EngineUnavailable|GGUF|Merge|ToolForm)Error|"
                    "TypeError: .*has no option")  # errors that say what to do
 WISHES = (  # what would have to be there, and words of the refusal
-    ("images", r"\b[Ii]mages\b"), ("preferences", "on preferences"), ("full fine-tuning", "full_finetuning"),
+    ("images", r"\b[Ii]mages\b"), ("preferences", "Take DPOTrainer"), ("full fine-tuning", "full_finetuning"),
     ("trained embeddings", "embedding stay frozen|Embeddings stay frozen|modules_to_save"),
     ("code run in the trainer's process", "Code that a model wrote"), ("OpenEnv's server", "No server of OpenEnv"),
     ("code of the model's repository", "trust_remote_code"), ("llama.cpp, which is not installed", "llama.cpp"))
 ASKS = (  # of what a notebook makes use, if it stops before that is refused
     ("images", re.compile(r"""["']type["']\s*:\s*["']image["']|ForConditionalGeneration|ImageTextToText|Vision2Seq""")),
-    ("preferences", re.compile(r"\b(DPO|ORPO|KTO|CPO)Trainer\(")))
+    ("preferences", re.compile(r"\bCPOTrainer\(")))
 MEMORY = 10 * GIB  # bytes that a notebook may take of the host
 CPU = "__import__('types').SimpleNamespace(name='CPU', total_memory=1 << 30)"  # in place of a card's properties
 COLUMNS = ("notebook", "steps", "cells", "changed", "time", "verdict")

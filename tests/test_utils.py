@@ -13,7 +13,7 @@ import yaml
 from tables import every_row
 from trl import TrlParser
 
-from lowmem_grpo import GRPOConfig, RLOOConfig, SamplingParams, SFTConfig
+from lowmem_grpo import DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, RLOOConfig, SamplingParams, SFTConfig
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.environments import AskBase
 from lowmem_grpo.models.lora_targets import check_plain
@@ -87,7 +87,7 @@ def test_settings_that_trls_parser_reads_of_such_a_file_have_the_numbers(tmp_pat
     assert (ours.learning_rate, ours.beta) == (1e-5, 0.04)
 
 
-@pytest.mark.parametrize("config", [GRPOConfig, SFTConfig, RLOOConfig])
+@pytest.mark.parametrize("config", [GRPOConfig, SFTConfig, RLOOConfig, DPOConfig, ORPOConfig, KTOConfig])
 def test_trls_scripts_read_their_command_line_into_our_settings(config: Any) -> None:
     """As they begin: TrlParser over the script's arguments, the settings and the model's, and LoRA of the last."""
     words = ("--dataset_name d --model_name_or_path m --use_peft --lora_r 8 --lora_target_modules all-linear "
@@ -105,7 +105,7 @@ def test_what_trls_examples_write_on_their_command_lines_is_read(tmp_path: Path)
     def read(config: Any, words: str) -> Any:
         return TrlParser((config,)).parse_args_and_config(words.split())[0]
 
-    for config in (GRPOConfig, SFTConfig, RLOOConfig):
+    for config in (GRPOConfig, SFTConfig, RLOOConfig, DPOConfig, ORPOConfig, KTOConfig):
         settings = read(config, "--gradient_checkpointing --fp16 --trust_remote_code false")
         assert (settings.gradient_checkpointing, settings.fp16) == (True, True)
         assert read(config, "--gradient_checkpointing False").gradient_checkpointing is False
@@ -118,6 +118,7 @@ def test_what_trls_examples_write_on_their_command_lines_is_read(tmp_path: Path)
     assert made.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
     with pytest.raises(ValueError, match=r"lr_scheduler_kwargs is 'min_lr_rate=0\.1'; it must be a dict, or None"):
         read(SFTConfig, "--lr_scheduler_kwargs min_lr_rate=0.1")
+    assert read(DPOConfig, "--loss_type sigmoid sft --loss_weights 1.0 0.5").loss_type == ["sigmoid", "sft"]
     assert read(SFTConfig, "--eos_token <|im_end|> --packing --dataset_num_proc 12").eos_token == "<|im_end|>"
 
 

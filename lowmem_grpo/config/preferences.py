@@ -65,6 +65,8 @@ class PreferenceConfig(RowsOfSides):
     disable_dropout: bool = True
     dataset_num_proc: int | None = None
     """Number of processes with which TRL prepares the rows; it changes nothing here."""
+    remove_unused_columns: bool = True
+    """TRL's; only the columns that are trained on are read, whatever it is."""
 
     unsupported = OF_PREFERENCES
     renamed = RENAMED | {"max_target_length": "max_completion_length"}

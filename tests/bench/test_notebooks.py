@@ -153,7 +153,7 @@ OURS = {"steps": [], "raised_in": "lowmem_grpo.loader"}
     (OURS | {"error": "ValueError: a", "models": ["unsloth/gpt-oss-20b"]}, "refused: other"),
     ({"steps": [2], "models": ["LiquidAI/LFM2.5-1.2B"]}, "refused: the model's family"),
     (OURS | {"error": "UnsupportedError: images and sounds are not supported"}, "refused: images"),
-    (OURS | {"error": "UnsupportedError: There is no trainer on preferences here"}, "refused: preferences"),
+    (OURS | {"error": "UnsupportedError: lowmem_grpo has no CPOTrainer. Take DPOTrainer"}, "refused: preferences"),
     (OURS | {"error": "ValueError: target_modules names lm_head; the head and the embedding stay frozen here"},
      "refused: trained embeddings"),
     (OURS | {"error": "ValueError: FastVisionModel: full_finetuning=True is not supported"},
