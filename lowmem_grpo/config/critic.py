@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from lowmem_grpo.losses.advantages import GAE
 from lowmem_grpo.utils import PATH, POSITIVE, SHARE, ZERO_OR_MORE, Rule, at_least
 
-FASTER = 10  # a critic's learning rate, as a multiple of the policy's
+FASTER, FASTEST = 10, 1e-3  # a critic's learning rate: as a multiple of the policy's, and where that ends
 
 
 @dataclass(kw_only=True)
@@ -21,7 +21,7 @@ class CriticSettings:
     cliprange_value: float | None = 0.2
     """With gae: how far a value may move from what it was at the generation until its loss is bounded; None: freely."""
     critic_learning_rate: float | None = None
-    """With gae: the critic's learning rate; None: 10 times `learning_rate`."""
+    """With gae: the critic's learning rate; None: 10 times `learning_rate`, but at most 1e-3 or `learning_rate`."""
     critic_warmup_steps: int = 0
     """With gae: optimizer steps at the start that train the critic alone."""
     critic_adapter: str | None = None
@@ -57,4 +57,5 @@ class CriticSettings:
     def critic_rate(self) -> float:
         """The critic's learning rate."""
         own: Any = self
-        return FASTER * own.learning_rate if self.critic_learning_rate is None else self.critic_learning_rate
+        usual = max(own.learning_rate, min(FASTER * own.learning_rate, FASTEST))
+        return float(usual) if self.critic_learning_rate is None else self.critic_learning_rate

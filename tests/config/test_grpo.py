@@ -153,6 +153,8 @@ def test_a_kl_term_is_in_the_loss_and_in_the_reward_too_or_in_neither() -> None:
 def test_one_completion_of_a_prompt_is_enough_for_estimators_that_do_not_compare_it() -> None:
     config = GRPOConfig(advantage_estimator="gae", num_generations=1, learning_rate=1e-5, beta=0.1)
     assert config.critic_rate == pytest.approx(1e-4) and config.kl_in_reward and config.completions_per_step == 8
+    given = {1e-6: 1e-5, 5e-4: 1e-3, 3e-3: 3e-3}  # too fast a critic learns nothing
+    assert {rate: replace(config, learning_rate=rate).critic_rate for rate in given} == pytest.approx(given)
     assert replace(config, critic_learning_rate=0.0).critic_rate == 0
     for estimator in ("reinforce++", "remax"):
         assert GRPOConfig(advantage_estimator=estimator, num_generations=1).prompts_per_step == 8
