@@ -92,13 +92,16 @@ class ReferredConfig(MovingReference, PreferenceConfig):
 
 
 @dataclass
-class DPOConfig(ReferredConfig, PreferenceSettings):
+class DPOConfig(PreferenceSettings, ReferredConfig):
     """TRL's DPOConfig. One optimizer step uses `batch_size` pairs, and its loss is the mean over all of them, however
     they are cut into micro-batches; no pair is cut apart."""
 
     output_dir: str = "outputs/dpo"
 
     unsupported = OF_DPO
+
+    def __post_init__(self) -> None:
+        ReferredConfig.__post_init__(self)  # the losses are the first base only so that `output_dir` is the first field
 
     def check_combinations(self) -> None:
         super().check_combinations()

@@ -22,7 +22,7 @@ from lowmem_grpo.data.shapes import messages_of
 from lowmem_grpo.data.stream import Stream, columns_of, rows_of
 from lowmem_grpo.types import Rollout, RolloutGroup, Split
 
-PAIR = ("chosen", "rejected")
+PAIR, TOKENS = ("chosen", "rejected"), ("chosen_ids", "rejected_ids")
 LABELLED = ("prompt", "completion", "label")
 BATCH = 1000  # rows of pairs whose chosen sides come before their rejected ones in rows with a label, as in TRL
 SAME = "chosen and rejected are equal"
@@ -142,10 +142,11 @@ class ClosedPairEncoder(PairEncoder):
 class ScoredPairEncoder(PairEncoder):
     """Turns a row's `chosen` and `rejected` into a Pair for a reward model, which reads its score at a sequence's last
     token, with the ids of TRL's RewardTrainer. Behind them stands one more end token, the only one that is trained: it
-    is a target, which no model reads. `margin` is a column."""
+    is a target, which no model reads. `margin` is a column. Rows of tokens, `chosen_ids` and `rejected_ids`, are taken
+    unchanged."""
 
     def encode(self, row: Row) -> Any:
-        margin, parts = row.get("margin"), parted(row, whole=True)
+        margin, parts = row.get("margin"), row if self.column in TOKENS else parted(row, whole=True)
         if isinstance(parts, str):
             return parts
         if margin is not None and not (isinstance(margin, (int, float)) and isfinite(margin)):
@@ -160,6 +161,13 @@ class ScoredPairEncoder(PairEncoder):
                                     [False] * len(ids[same:]) + [True], ids) for ids in both)
         text = str(self.tokenizer.decode(chosen.ids))
         return Pair(row, chosen.ids, text, None, 0, chosen, rejected, None if margin is None else float(margin))
+
+    def whole(self, parts: Row, name: str) -> list[int] | str:
+        if self.column not in TOKENS:
+            return super().whole(parts, name)
+        ids = parts[f"{name}_ids"]
+        good = ids and isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids)
+        return ids if good else f"{name}_ids is no list of token ids"
 
     def columns(self, item: Pair) -> Row:
         return {"chosen_ids": item.chosen.input_ids, "rejected_ids": item.rejected.input_ids}
@@ -258,8 +266,9 @@ def read_pairs(
     columns, labels = columns_of(rows), kind is LabelledEncoder
     if not columns and not isinstance(rows, Stream):
         raise DataError(f"{parameter} has no rows")
-    pairs, labelled = ({*names} <= {*columns} for names in (PAIR, LABELLED))
-    if not pairs and not (labels and labelled):
+    pairs, labelled, tokens = ({*names} <= {*columns} for names in (PAIR, LABELLED, TOKENS))
+    tokens &= kind is ScoredPairEncoder
+    if not (pairs or tokens or (labels and labelled)):
         other = "KTOTrainer takes rows with prompt, completion and label. " if labelled else ""
         raise DataError(f"{parameter} has the columns {', '.join(columns)}; needed are chosen and rejected, with a "
                         f"prompt before them or inside both{', or prompt, completion and label' if labels else ''}. "
@@ -269,6 +278,7 @@ def read_pairs(
                         "a datasets.Dataset, or rows with prompt, completion and label")
     encoder = kind(tokenizer, longest, end_ids, settings.chat_template_kwargs,
                    getattr(settings, "truncation_mode", "keep_start"))
+    encoder.column = TOKENS[0] if tokens else kind.column
     encoder.longest_prompt = getattr(settings, "max_prompt_length", None)
     return UnpairedRows(rows) if pairs and labels else rows, encoder
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from tables import not_refused
 
-from lowmem_grpo import DPOConfig, KTOConfig, ORPOConfig
+from lowmem_grpo import DPOConfig, KTOConfig, ORPOConfig, RewardConfig
 
 REFUSED: dict[Any, list[tuple[dict[str, Any], str]]] = {
     DPOConfig: [
@@ -37,3 +37,8 @@ def test_settings_that_change_nothing_are_taken() -> None:
               loss_type=("sigmoid", "sft"), loss_weights=(1, 0.5), remove_unused_columns=False, max_target_length=8)
     KTOConfig(loss_type="apo_zero_unpaired", per_device_train_batch_size=1, train_sampling_strategy="sequential")
     ORPOConfig(beta=0, max_completion_length=8, padding_value=0)
+
+
+def test_the_first_argument_is_the_folder_as_in_trl() -> None:
+    for config in (DPOConfig, KTOConfig, ORPOConfig, RewardConfig):
+        assert config("runs/here").output_dir == "runs/here"

@@ -158,6 +158,14 @@ def test_a_reward_model_reads_its_score_at_the_last_token_of_each_side(chosen: s
     assert found == sorted((len(ids), ids[-1]) for ids in wanted)
 
 
+def test_tokens_of_a_reward_model_are_taken_as_they_are() -> None:
+    rows = [{"chosen_ids": [5, 6, 7], "rejected_ids": [5, 8]}, {"chosen_ids": [5, -1], "rejected_ids": [5]}]
+    found, encoder = read(read_scored, rows)
+    pair, why = (encoder.encode(found[index]) for index in range(2))
+    assert (pair.chosen.input_ids, pair.rejected.input_ids) == ([5, 6, 7], [5, 8])
+    assert why == "chosen_ids is no list of token ids"
+
+
 def test_a_side_that_begins_the_other_is_scored_at_its_own_end() -> None:
     pair = ScoredPairEncoder(AutoTokenizer.from_pretrained(TINY), 64, []).encode(
         {"prompt": [ASK], "chosen": [TWO], "rejected": [TWO, OTHER]})
