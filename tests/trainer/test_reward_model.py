@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from recipe_runs import invoke
 from run_pages import Page
 from small_models import saved_reward_model, scatter, shallow
 from torch import Tensor
@@ -74,6 +75,9 @@ def test_held_out_pairs_are_told_apart_and_the_adapter_scores_alike_in_transform
     assert (scores(trainer) - plain_scores(tmp_path / "adapter")).abs().max() < 1e-5
     settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (settings["task_type"], settings["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    card = (tmp_path / "adapter/README.md").read_text()
+    assert "# Reward model on " in card and "AutoModelForSequenceClassification" in card
+    assert "text-generation" not in card
     page = Page(tmp_path / "report.html")
     assert {"Pairs told apart", "Scores", "Loss"} <= {*page.titles()} and "reward model" in page.prose
 
@@ -209,5 +213,7 @@ def test_a_reward_model_is_not_sampled_from_merged_or_trained_as_a_model_of_word
         SFTTrainer(model, [{"text": "a"}])
     with pytest.raises(ValueError, match="that of a reward model"):
         GRPOTrainer(model, len, GRPOConfig(str(tmp_path / "grpo")), [{"prompt": "a"}])
+    result = invoke("export", tmp_path / "adapter", "--out", tmp_path / "out")
+    assert result.exit_code and "is a reward model" in result.output, result.output
     with pytest.raises(AdapterError, match="is a reward model"):
         FastLanguageModel.from_pretrained(str(tmp_path / "adapter"), load_in_4bit=False)

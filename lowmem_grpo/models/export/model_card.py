@@ -9,16 +9,22 @@ from statistics import fmean
 from typing import Any, Self
 
 from lowmem_grpo.models.stored_model import EMBEDDED
+from lowmem_grpo.runs.adapter_file import SEQ_CLS
 from lowmem_grpo.runs.files import CARD, has_own_card
 from lowmem_grpo.runs.saved_adapter import BaseRecord
 from lowmem_grpo.utils import count_text, is_gguf, time_text
 
 ADAPTER, MERGED, MERGED_4BIT, MERGED_MXFP4, GGUF = "adapter", "merged", "merged_4bit", "merged_mxfp4", "gguf"
-TITLES = {ADAPTER: "LoRA adapter of {}", MERGED: "{}, merged", MERGED_4BIT: "{}, merged, in 4 bits",
-          MERGED_MXFP4: "{}, merged, experts in MXFP4", GGUF: "{}, merged, as GGUF"}
+REWARD = "reward"  # an adapter that is a reward model
+TITLES = {ADAPTER: "LoRA adapter of {}", REWARD: "Reward model on {}", MERGED: "{}, merged",
+          MERGED_4BIT: "{}, merged, in 4 bits", MERGED_MXFP4: "{}, merged, experts in MXFP4",
+          GGUF: "{}, merged, as GGUF"}
 USES = {
     ADAPTER: "PEFT's `PeftModel.from_pretrained(MODEL, FOLDER)` puts it on the base model, and `FastLanguageModel."
              "from_pretrained(FOLDER)` of lowmem-grpo loads both.",
+    REWARD: "PEFT's `PeftModel.from_pretrained(MODEL, FOLDER)` puts it on the model that transformers' "
+            "`AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1)` loads, and `rewards.from_adapter"
+            "(FOLDER)` of lowmem-grpo rewards completions with it.",
     MERGED: "transformers' `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it.",
     MERGED_4BIT: "transformers' `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it, with bitsandbytes.",
     MERGED_MXFP4: "transformers' `AutoModelForCausalLM.from_pretrained(FOLDER)` loads it.",
@@ -33,7 +39,7 @@ SETTINGS = ("learning_rate", "lr_scheduler_type", "per_device_train_batch_size",
             "num_generations", "temperature", "max_completion_length", "max_length", "loss_type", "beta", "seed")
 OF_TEACHER = ("distillation_mode", "distillation_topk", "distillation_alpha", "distillation_weight")
 MEASURED = ("reward", "loss", "eval_reward", "eval_loss", "distillation/divergence", "rewards/accuracies",
-            "eval_rewards/accuracies")
+            "eval_rewards/accuracies", "accuracy", "eval_accuracy")
 NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # on the hub
 OF_MODULE = re.compile(r"\.(token_adapter|modules_to_save|weight|lora_\w+)\b")  # after a module, in a tensor's name
 CACHED = re.compile(r"models--([^/]+?)--([^/]+)")  # a folder of the hub's cache
@@ -78,10 +84,12 @@ def card_text(kind: str, base: BaseRecord, lora: Mapping[str, Any] | None = None
     from huggingface_hub import ModelCardData
 
     history, name = history or PastRuns(), shown(base.model)
+    kind = REWARD if kind == ADAPTER and (lora or {}).get("task_type") == SEQ_CLS else kind
     kinds = ["lowmem-grpo", "lora" if lora else None, GGUF if kind == GGUF else None]
     front = ModelCardData(
-        base_model=hub_name(base.model), library_name={ADAPTER: "peft", GGUF: None}.get(kind, "transformers"),
-        pipeline_tag="text-generation", datasets=history.datasets or None,
+        base_model=hub_name(base.model),
+        library_name={ADAPTER: "peft", REWARD: "peft", GGUF: None}.get(kind, "transformers"),
+        pipeline_tag="text-classification" if kind == REWARD else "text-generation", datasets=history.datasets or None,
         tags=each_once([*kinds, *history.tags, *([tags] if isinstance(tags, str) else tags or [])]))
     parts = [f"# {title or (TITLES[kind].format(name) if lora else name)}", "Made with lowmem-grpo. " + USES[kind],
              listed({"base model": of_base(base), "its weights in training": form_of_base(base) if lora else None,
