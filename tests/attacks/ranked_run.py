@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from lowmem_grpo import (
+    DPOConfig,
+    DPOTrainer,
+    FastLanguageModel,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from lowmem_grpo.trainer.distributed import ranks
 from lowmem_grpo.trainer.learner import Learner
 from lowmem_grpo.trainer.loop import Trainer
@@ -30,6 +40,7 @@ SETTINGS: dict[str, Any] = {
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["lowmem_grpo.trainer.grpo", "lowmem_grpo.trainer.sft", "lowmem_grpo.loader",
                                "tests.attacks.ranked_run"])
+PREFERRING: dict[str, Any] = {"dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig)}
 TIMEOUT = 400  # seconds until what hangs is killed
 
 
@@ -97,9 +108,15 @@ def trainer(folder: Path, double: bool = False, method: str = "grpo", reward: An
                                              random_state=lora_seed, **beside or {})
     if double:
         model.double()
+    given = {name: value for name, value in (SETTINGS | settings).items()
+             if name not in ("num_generations", "max_completion_length", "beta")}
+    if method in PREFERRING:
+        kind, config = PREFERRING[method]
+        pairs = [row | {"chosen": f"Answer = {index}", "rejected": "No" * (index + 1)}
+                 for index, row in enumerate(rows)]
+        return kind(model, args=config(output_dir=str(folder), max_length=128, **given), train_dataset=pairs,
+                    eval_dataset=pairs[:3], callbacks=list(callbacks))
     if method == "sft":
-        given = {name: value for name, value in (SETTINGS | settings).items()
-                 if name not in ("num_generations", "max_completion_length", "beta")}
         taught = [row | {"completion": f"Answer = {index}"} for index, row in enumerate(rows)]
         return SFTTrainer(model, taught, SFTConfig(output_dir=str(folder), **given), eval_dataset=taught[:3],
                           callbacks=list(callbacks))

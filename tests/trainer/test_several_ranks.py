@@ -79,6 +79,9 @@ setattr(sometimes_unjudged, "required", True)  # noqa: B010 - a function's attri
     {"num_iterations": 2, "top_entropy_quantile": 0.5},
     {"advantage_estimator": "remax", "difficulty_pools": True},
     {"method": "sft", "eval_strategy": "steps", "eval_steps": 2},
+    {"method": "dpo", "loss_type": ["sigmoid", "aot"], "ld_alpha": 0.5, "eval_strategy": "steps", "eval_steps": 2},
+    {"method": "dpo", "precompute_ref_log_probs": True, "per_device_train_batch_size": 3},
+    {"method": "kto", "shuffle_dataset": True, "per_device_train_batch_size": 3},
     {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 1},
     {"teacher": "ema", "distillation_mode": "full_logits", "num_iterations": 2},
     {"teacher": "base", "distillation_mode": "full_logits", "steps_per_generation": 2, "max_steps": 2},
@@ -86,7 +89,8 @@ setattr(sometimes_unjudged, "required", True)  # noqa: B010 - a function's attri
      "reward": sometimes_unjudged},
     {"advantage_estimator": "gae", "num_iterations": 2, "gamma": 0.9, "critic_warmup_steps": 1},
     {"beside": {"modules_to_save": ["lm_head"]}}, {"beside": {"trainable_token_indices": [5, 23, 40, 41, 300]}},
-], ids=["batch std, dynamic sampling, replay", "several updates on chosen tokens", "ReMax, pools", "SFT", "evaluation",
+], ids=["batch std, dynamic sampling, replay", "several updates on chosen tokens", "ReMax, pools", "SFT", "DPO",
+        "DPO with its reference from before", "KTO", "evaluation",
         "a teacher that follows", "a teacher of several steps", "a teacher in evaluations without judgements",
         "a critic", "head and embedding", "some rows"])
 def test_two_ranks_decide_what_one_process_decides_with(tmp_path: Path, settings: dict[str, Any]) -> None:
