@@ -1,6 +1,7 @@
 """Mixed precision on a CPU with AMX: large products round their factors to bfloat16, and nothing else changes."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def sampled(policy: Policy, **others: Any) -> list[RolloutGroup]:
     prompts = [tokenizer(question).input_ids for question in QUESTIONS]
     rollouts = TransformersEngine(policy, tokenizer, 128).generate(prompts, SAMPLED, **others)
     return [RolloutGroup({}, *pair) for pair in zip(prompts, rollouts, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def usual_precision() -> Iterator[None]:
+    """Compute in float32 as torch does at first, whatever another library has set in this process."""
+    before, torch.backends.mkldnn.matmul.fp32_precision = precision(), "none"
+    yield
+    torch.backends.mkldnn.matmul.fp32_precision = before
 
 
 def gradient_of(logprobs: Tensor, model: Any) -> Tensor:
