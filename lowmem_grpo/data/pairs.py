@@ -55,6 +55,7 @@ class PairEncoder(ExampleEncoder):
     source = "`prompt`, `chosen` or `rejected`"
     continues = False  # a completion after an assistant message is a new turn
     longest_prompt: int | None = None  # longer prompts are cut to their last tokens
+    longest_completion: int | None = None  # longer completions are cut to their first tokens
 
     def encode(self, row: Row) -> Any:
         parts = parted(row)
@@ -85,6 +86,8 @@ class PairEncoder(ExampleEncoder):
                           "completion follows, and is left out of it, as in TRL. The model is trained behind another "
                           "prompt than it samples behind: end prompts where a token ends, or change the chat template")
         cut = max(0, same - (self.longest_prompt or same))
+        if self.longest_completion is not None:
+            whole = [ids[: same + self.longest_completion] for ids in whole]
         made: list[Any] = [
             self.example(row, text, ids[cut:], [False] * (same - cut) + [True] * (len(ids) - same), name)
             for name, ids in zip(names, whole, strict=True)]
@@ -280,6 +283,7 @@ def read_pairs(
                    getattr(settings, "truncation_mode", "keep_start"))
     encoder.column = TOKENS[0] if tokens else kind.column
     encoder.longest_prompt = getattr(settings, "max_prompt_length", None)
+    encoder.longest_completion = getattr(settings, "max_completion_length", None)
     return UnpairedRows(rows) if pairs and labels else rows, encoder
 
 

@@ -81,6 +81,9 @@ class OfflineTrainer(TrlApi):
         return {name: metrics[name] for name in (*self.of_loss, *OF_STEP, *beside) if name in metrics} | {
             "completions/tokens": completions}
 
+    def get_total_train_batch_size(self, *_: Any) -> int:
+        return self.args.batch_size
+
     def step(self) -> dict[str, float]:
         return self.update(self.next_groups())
 

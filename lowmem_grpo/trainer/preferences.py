@@ -16,6 +16,7 @@ from lowmem_grpo.config.preferences import DPOConfig, KTOConfig, ORPOConfig, Pre
 from lowmem_grpo.data.pairs import ClosedPairEncoder, pair_groups, read_labelled, read_pairs
 from lowmem_grpo.data.prompts import DataError, Prompt
 from lowmem_grpo.data.stream import StreamSource
+from lowmem_grpo.models.policy import in_float32
 from lowmem_grpo.runs.views.live import PreferenceView
 from lowmem_grpo.trainer.offline import OfflineTrainer, limit_of
 from lowmem_grpo.trainer.parts import TrainedModel, bring_model
@@ -62,12 +63,7 @@ class PreferenceTrainer(OfflineTrainer):
         raise NotImplementedError
 
     def groups_of(self, items: Iterable[Any], policy_version: int = 0) -> list[RolloutGroup]:
-        groups = pair_groups(items, policy_version)
-        for rollout in members(groups):
-            for name in ("completion_ids", "rollout_logprobs", "trained"):
-                if (values := getattr(rollout, name)) is not None:
-                    setattr(rollout, name, values[: self.args.max_completion_length])
-        return groups
+        return pair_groups(items, policy_version)
 
 
 class ReferredTrainer(PreferenceTrainer):
@@ -85,6 +81,7 @@ class ReferredTrainer(PreferenceTrainer):
         """The parameters are TRL's, in its order; `tokenizer` is an older name of `processing_class`. `ref_model` may
         only be the model's own base. `others` are fields of the settings; any other name is refused."""
         self.reference: dict[int, list[Any]] = {}  # by row: log-probabilities of its completions, on the host
+        self.reference_of: Any = None  # the adapter that computed them, and those of the evaluation's rows
         others |= {"data_collator": data_collator, "compute_metrics": compute_metrics}
         self.make(model, args, train_dataset, eval_dataset, either(processing_class, tokenizer),
                   (peft_config, quantization_config), ref_model, callbacks, optimizers, others)
@@ -92,9 +89,22 @@ class ReferredTrainer(PreferenceTrainer):
             raise DataError("precompute_ref_log_probs=True, and the rows are a stream, which has no end to read to; "
                             "leave it out, or make a list of the rows")
 
+    def follow_reference(self) -> None:
+        """Forget the log-probabilities of another reference: a resumed run has its own again."""
+        if self.reference_of is not self.policy.reference_adapter:
+            self.reference_of, self.reference = self.policy.reference_adapter, {}
+            sets = self.eval_sets.values() if isinstance(self.eval_sets, dict) else [self.eval_sets or []]
+            for rollout in members([group for groups in sets for group in groups]):
+                rollout.ref_logprobs = None
+
+    def measure_evaluation(self, rows: list[RolloutGroup]) -> dict[str, float]:
+        self.follow_reference()
+        return super().measure_evaluation(rows)
+
     def next_groups(self) -> list[RolloutGroup]:
         groups = super().next_groups()
         if self.args.precompute_ref_log_probs:
+            self.follow_reference()
             self.reference = self.reference or self.compute_reference()
             for group in groups:
                 assert group.row_index is not None
@@ -192,13 +202,14 @@ class KTOTrainer(ReferredTrainer):
         return groups
 
     def another_prompt(self, group: RolloutGroup) -> list[int]:
-        """Return the prompt of the first row that is another one than the only row of a step."""
+        """Return the first other prompt of the rows, for the only row of a step."""
         rows = () if isinstance(self.source, StreamSource) else self.source.dataset
         for index in range(len(rows)):
-            if rows[index] != group.row and isinstance(item := self.encoder.encode(rows[index]), Prompt):
+            item = self.encoder.encode(rows[index])
+            if isinstance(item, Prompt) and item.ids != group.prompt_ids:
                 return item.ids
         raise DataError("the KL term of loss_type 'kto' reads each completion behind the prompt of another row, and "
-                        "there is one row; add others, or take loss_type='apo_zero_unpaired'")
+                        "all rows have the same prompt; add others, or take loss_type='apo_zero_unpaired'")
 
 
 def set_reference(trained: TrainedModel, ref_model: Any, moves: bool) -> None:
@@ -213,17 +224,21 @@ def set_reference(trained: TrainedModel, ref_model: Any, moves: bool) -> None:
                          "Leave ref_model out, or load the model from what ref_model was loaded from")
     logger.warning("ref_model is the model's own base: the model without its adapter is the reference, and ref_model "
                    "itself is not used; leave it out to save its memory")
-    trained.policy.reference_adapter = None
+    trained.policy.reference_adapter = {weight.name: in_float32(weight.without_effect)
+                                        for weight in trained.policy.trained if moves}
 
 
 def is_base(ref_model: Any, trained: TrainedModel) -> bool:
-    """Return whether `ref_model` is the base of the trained model: its name, or a model with its name and its norms."""
+    """Return whether `ref_model` is the base of the trained model: its name, or a model with its name, its norms, and
+    the first row of each matrix that both hold in the same form."""
     if isinstance(ref_model, str):
         return ref_model == trained.model.loaded.name
-    own = dict(trained.policy.base.named_parameters())
+    own = {name.replace(".base_layer.", "."): value for name, value in trained.policy.base.named_parameters()}
     names = {getattr(model.config, "_name_or_path", None) for model in (ref_model, trained.policy.base)}
-    same = [torch.equal(own[name].detach().cpu().float(), value.detach().cpu().float())
-            for name, value in ref_model.named_parameters() if value.ndim == 1 and name in own]
+    pairs = [(own[name], value) for name, value in ref_model.named_parameters()
+             if name in own and own[name].shape == value.shape and own[name].dtype.is_floating_point]
+    same = [torch.equal(*(each.detach()[: 1 if value.ndim > 1 else None].cpu().float() for each in (held, value)))
+            for held, value in pairs]
     return len(names) == 1 and bool(same) and all(same)
 
 

@@ -6,10 +6,11 @@
 token's log-probability is computed, so there are no logits.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -24,11 +25,12 @@ from lowmem_grpo.models.stored_model import find
 from lowmem_grpo.runs.views.live import RewardView
 from lowmem_grpo.trainer.offline import OfflineTrainer, limit_of
 from lowmem_grpo.trainer.parts import bring_model
+from lowmem_grpo.trainer.preference_objectives import Sides
 from lowmem_grpo.trainer.sft import set_chat
-from lowmem_grpo.types import LossOutput, MicroBatch, RolloutGroup
+from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
 from lowmem_grpo.utils import is_gguf
 
-PLACE, MARGIN = "place", "margin"  # fields of a rollout: 2 * pair, or 2 * pair + 1 if rejected; the row's margin or 0
+MARGIN = "margin"  # a field of a rollout: the row's margin, or 0
 
 
 class ScoreObjective(Objective):
@@ -36,14 +38,17 @@ class ScoreObjective(Objective):
 
     def __init__(self, head: Head, center: float | None) -> None:
         self.head, self.center = head, center
+        self.places: dict[int, int] = {}  # by the id of the rollout: 2 * pair, or 2 * pair + 1 if rejected
+
+    def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
+        self.places = {id(rollout): place for place, rollout in enumerate(rollouts)}
 
     def loss(self, batch: MicroBatch, outputs: PolicyOutputs, totals: StepTotals) -> LossOutput:
         scores = score_of_hidden(self.head, outputs.hidden)
-        fields = [rollout.fields for rollout in batch.rollouts]
-        order = sorted(range(len(fields)), key=lambda at: fields[at][PLACE])
-        chosen, rejected = scores[order].view(-1, 2).T
-        margin = torch.tensor([fields[at][MARGIN] for at in order[::2]], device=scores.device)
-        losses = ranking_losses(chosen, rejected, margin, self.center)
+        sides = Sides.of([self.places[id(rollout)] for rollout in batch.rollouts], scores.device)
+        chosen, rejected = scores[sides.chosen], scores[sides.rejected]
+        margins = torch.tensor([rollout.fields[MARGIN] for rollout in batch.rollouts], device=scores.device)
+        losses = ranking_losses(chosen, rejected, margins[sides.chosen], self.center)
         measured = {"accuracy": (chosen > rejected).float(), "margin": (chosen - rejected).detach()}
         return LossOutput(losses.sum() / totals.units, {name: each.mean() for name, each in measured.items()},
                           dict.fromkeys(measured, float(len(chosen))), {"scores": scores.detach()})
@@ -82,16 +87,26 @@ class RewardTrainer(OfflineTrainer):
         check_model(model, type(self))
         model, quantization_config = with_classifier(model, config, quantization_config)
         model, peft_config, start = without_score(model, peft_config)
-        trained = bring_model(model, config, either(processing_class, tokenizer), peft_config, quantization_config,
-                              config.max_length or 0)
+        try:
+            trained = bring_model(model, config, either(processing_class, tokenizer), peft_config, quantization_config,
+                                  config.max_length or 0)
+        except Exception:
+            if start is not None and isinstance(model, PeftModel):  # the next trainer goes on from this head
+                add_score(model, config.seed, start)
+            raise
         set_chat(trained.tokenizer, config)
         head = trained.policy.head = add_score(trained.model, config.seed, start)
         if isinstance(model, str):
             drop_head(trained.policy.base)
         limit = limit_of(config.max_length, RewardConfig.max_length, trained.context)
         self.reading = config, trained.tokenizer, limit, trained.policy.eos_token_ids(trained.tokenizer)
-        super().__init__(trained, config, ScoreObjective(head, config.center_rewards_coefficient), train_dataset,
-                         eval_dataset, limit, callbacks, optimizers)
+        try:
+            super().__init__(trained, config, ScoreObjective(head, config.center_rewards_coefficient), train_dataset,
+                             eval_dataset, limit, callbacks, optimizers)
+        except Exception:
+            if start is None:  # the model is as before
+                without_score(trained.model, None)
+            raise
 
     def read(self, dataset: Any, parameter: str = "train_dataset") -> tuple[Any, Any]:
         return read_scored(dataset, parameter, *self.reading)
@@ -100,9 +115,9 @@ class RewardTrainer(OfflineTrainer):
         """Return each pair as a group of two whole texts, which end with a token that no model reads."""
         pairs = [*items]
         groups = pair_groups(pairs, policy_version)
-        for number, (pair, group) in enumerate(zip(pairs, groups, strict=True)):
-            for side, rollout in enumerate(group.rollouts):
-                rollout.fields = {PLACE: 2 * number + side, MARGIN: pair.margin or 0.0}
+        for pair, group in zip(pairs, groups, strict=True):
+            for rollout in group.rollouts:
+                rollout.fields = {MARGIN: pair.margin or 0.0}
         return groups
 
 
