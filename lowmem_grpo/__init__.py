@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lowmem_grpo.config.sampling import SamplingParams, vLLMSamplingParams
     from lowmem_grpo.config.sft import SFTConfig
     from lowmem_grpo.data.chat_template import get_chat_template, standardize_data_formats, standardize_sharegpt
-    from lowmem_grpo.integrations.unsloth_names import PatchDPOTrainer, PatchFastRL, unsloth_train
+    from lowmem_grpo.integrations.unsloth_names import PatchDPOTrainer, PatchFastRL, PatchKTOTrainer, unsloth_train
     from lowmem_grpo.loader import FastLanguageModel, FastModel, FastVisionModel
     from lowmem_grpo.models.card_check import is_bfloat16_supported
     from lowmem_grpo.models.new_tokens import add_new_tokens
@@ -30,16 +30,17 @@ __version__ = "0.1.0"
 __all__ = [
     "DPOConfig", "DPOTrainer", "DistillationConfig", "DistillationTrainer", "FastLanguageModel", "FastModel",
     "FastVisionModel", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer", "ORPOConfig", "ORPOTrainer",
-    "PatchDPOTrainer", "PatchFastRL", "RLOOConfig", "RLOOTrainer", "RewardConfig", "RewardTrainer", "SDFTConfig",
-    "SDFTTrainer", "SDPOConfig", "SDPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams", "add_new_tokens",
-    "check_python_modules", "create_locked_down_function", "execute_with_time_limit",
+    "PatchDPOTrainer", "PatchFastRL", "PatchKTOTrainer", "RLOOConfig", "RLOOTrainer", "RewardConfig", "RewardTrainer",
+    "SDFTConfig", "SDFTTrainer", "SDPOConfig", "SDPOTrainer", "SFTConfig", "SFTTrainer", "SamplingParams",
+    "add_new_tokens", "check_python_modules", "create_locked_down_function", "execute_with_time_limit",
     "generate_rollout_completions", "get_chat_template", "is_bfloat16_supported", "standardize_data_formats",
     "standardize_sharegpt", "unsloth_train", "vLLMSamplingParams",
 ]
 
 HOMES = {
     **dict.fromkeys(("FastLanguageModel", "FastModel", "FastVisionModel"), "loader"),
-    **dict.fromkeys(("PatchDPOTrainer", "PatchFastRL", "unsloth_train"), "integrations.unsloth_names"),
+    **dict.fromkeys(("PatchDPOTrainer", "PatchFastRL", "PatchKTOTrainer", "unsloth_train"),
+                    "integrations.unsloth_names"),
     **dict.fromkeys(("get_chat_template", "standardize_data_formats", "standardize_sharegpt"), "data.chat_template"),
     **dict.fromkeys(("SamplingParams", "vLLMSamplingParams"), "config.sampling"),
     **dict.fromkeys(("GRPOConfig", "RLOOConfig"), "config.grpo"), "SFTConfig": "config.sft",

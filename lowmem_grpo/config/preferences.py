@@ -166,5 +166,5 @@ class RewardConfig(RowsOfSides):
     unsupported = FIXED
     renamed = RENAMED | {"max_seq_length": "max_length"}
     RANGES: ClassVar[dict[str, Rule]] = {
-        "max_length": COUNT, "center_rewards_coefficient": POSITIVE, "chat_template_path": TEMPLATE,
+        "max_length": COUNT, "center_rewards_coefficient": ZERO_OR_MORE, "chat_template_path": TEMPLATE,
     }

@@ -187,6 +187,16 @@ OF_GRPO: Table = EVERY_TRAINER | {
     **only("Reward functions get every column; drop those you do not want yourself.", remove_unused_columns=False),
     **only("It saved little and is gone; train_while_sampling fills the time of the last sequences.",
            speculation=None, partial_rollouts=False, partial_rollouts_ahead=0.5, partial_rollouts_staleness=1),
+    **only("With advantage_estimator='gae' it is num_iterations; leave it out.", num_ppo_epochs=None),
+    **only("Each optimizer step takes per_device_train_batch_size x gradient_accumulation_steps completions; leave it "
+           "out.", num_mini_batches=None),
+    **only("It is epsilon (and epsilon_high) here.", cliprange=None),
+    **only("The critic has an optimizer of its own, with critic_learning_rate; leave it out.", vf_coef=None),
+    **only("It is beta here.", kl_coef=None),
+    **only("Reward functions see every completion, truncated ones too; let one pay less for them.",
+           missing_eos_penalty=None),
+    **only("With advantage_estimator='gae' the critic is an adapter on the same base; critic_adapter names the reward "
+           "model that it starts from.", value_model=None),
     **only("It favoured short answers and is gone; raise num_generations instead.", extra_generations=0),
     **only("completions.jsonl in output_dir holds every completion; use log_completions to print a few.",
            log_completions_hub_repo=None),

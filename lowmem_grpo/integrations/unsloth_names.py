@@ -77,5 +77,8 @@ def PatchDPOTrainer(*args: Any, **kwargs: Any) -> None:  # noqa: N802 - Unsloth'
     logger.info("PatchDPOTrainer does nothing here: DPOTrainer, ORPOTrainer and KTOTrainer need no patch")
 
 
+PatchKTOTrainer = PatchDPOTrainer
+
+
 def unsloth_train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
     return trainer.train(*args, **kwargs)

@@ -232,7 +232,8 @@ class AdvantageSettings:
         limits = self.reward_clip_range
         if self.normalize_advantages and self.advantage_estimator != "rloo":
             raise ValueError(f"normalize_advantages=True is an option of advantage_estimator='rloo', and it is "
-                             f"{self.advantage_estimator!r}; use scale_rewards instead")
+                             f"{self.advantage_estimator!r}; use "
+                             f"{'whiten_advantages' if self.advantage_estimator == GAE else 'scale_rewards'} instead")
         if limits is not None and (len(limits) != 2 or limits[0] >= limits[1]):
             raise ValueError(f"reward_clip_range is {limits}; it must be (lowest, highest)")
         if limits is not None and self.multi_objective_aggregation == "normalize_then_sum":

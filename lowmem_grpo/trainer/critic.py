@@ -18,7 +18,7 @@ from lowmem_grpo.losses.objective import Objective, PolicyOutputs, StepTotals
 from lowmem_grpo.losses.regularization import token_kl
 from lowmem_grpo.losses.value_loss import explained_variance, gae, value_losses, whitened
 from lowmem_grpo.models.policy import Policy, evaluating
-from lowmem_grpo.models.score_head import AdapterSlot, score_of_hidden
+from lowmem_grpo.models.score_head import AdapterSlot, read_reward_model, score_of_hidden
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.scoring import EnvironmentReward
 from lowmem_grpo.runs.checkpoint import KEPT, check_adapter
@@ -62,9 +62,16 @@ def slot_of(config: GRPOConfig, policy: Policy) -> AdapterSlot:
     """Return an adapter with a head to be trained beside the policy's: the reward model `critic_adapter`, or a new one
     like the policy's own, whose values are 0."""
     if config.critic_adapter is not None:
-        return AdapterSlot.of_folder(policy, NAME, find_adapter(Path(config.critic_adapter).expanduser()).folder, True)
+        return AdapterSlot.of_folder(policy, NAME, adapter_folder(config.critic_adapter), True)
     model: Any = policy.model
     return AdapterSlot(policy, NAME, model.peft_config[model.active_adapter], config.seed, trained=True)
+
+
+def adapter_folder(path: str) -> Path:
+    """Return the folder of the reward model that a critic starts from; an error for a folder that has none."""
+    folder = find_adapter(Path(path).expanduser()).folder
+    read_reward_model(folder)
+    return folder
 
 
 class CriticObjective(GRPOObjective):
@@ -89,6 +96,10 @@ class CriticObjective(GRPOObjective):
         super().prepared(rollouts, groups)
         self.refuse_states(rollouts, " each token is compared with a value of its own")
         config, scored = self.config, self.scored(rollouts)
+        self.told_of_update = {}
+        for rollout in rollouts:  # those without a reward move neither
+            rollout.fields["returns"] = rollout.fields["values"]
+            rollout.token_advantages, rollout.advantage = torch.zeros(len(rollout.completion_ids)), 0.0
         if not scored:
             return
         lengths = [rollout.num_trained for rollout in scored]
@@ -148,11 +159,13 @@ class ValueObjective(Objective):
 
 
 class CriticGuard(Guard):
-    """Tells which of the critic's steps were skipped because of NaN or infinity. An alarm says what to try."""
+    """Tells which of the critic's steps were skipped because of NaN or infinity in its own numbers. An alarm says what
+    to try; what else is not finite is the policy's guard's."""
 
     def judge(self, parameters: list[str], handled: bool = False) -> dict[str, float]:
-        skipped, self.bad, self.groups = bool(self.bad or parameters), [], []
-        return {"skipped": float(skipped)}
+        own = any({"loss", "values", "returns"} & {*entry.what} for entry in self.bad)
+        others, self.bad, self.groups = bool(self.bad), [], []
+        return {"skipped": float(own or (bool(parameters) and not handled and not others))}
 
 
 class CriticLearner(Learner):
@@ -165,6 +178,9 @@ class CriticLearner(Learner):
                  **options: Any) -> None:
         super().__init__(policy, config, objective, *given, **options)
         self.slot = slot = objective.critic.slot
+        if config.critic_warmup_steps >= self.guard.state.max_steps:
+            raise ValueError(f"critic_warmup_steps is {config.critic_warmup_steps}, and the run has "
+                             f"{self.guard.state.max_steps} steps, so that the policy would never be trained; lower it")
         optimizer = make_optimizer([{"params": [*slot.parameters.values()], "lr": config.critic_rate}], config)
         self.critic = Learner(
             slot.policy, config, ValueObjective(objective), optimizer,
@@ -208,3 +224,5 @@ class CriticLearner(Learner):
         restore_optimizer(self.critic.optimizer, parts["optimizer"], own)
         for name in STEPS[1:]:
             getattr(self.critic, name).load_state_dict(parts[name])
+        self.critic.optimizer.zero_grad(set_to_none=True)  # gradients of a failed step
+        self.critic.guard.bad, self.critic.guard.groups = [], []

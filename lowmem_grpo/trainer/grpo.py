@@ -92,6 +92,10 @@ class GRPOTrainer(TrlApi):
 
             prompts_of(config).check(rows, players.plays)
             check_teacher(config, None if isinstance(teacher, str) else teacher)
+        if config.critic_adapter is not None:
+            from lowmem_grpo.trainer.critic import adapter_folder
+
+            adapter_folder(config.critic_adapter)
         trained = bring_model(model, config, either(processing_class, tokenizer), peft_config, quantization_config,
                               tokens_of_row(config))
         self.scorer.reads = message_reader(trained.tokenizer)

@@ -25,6 +25,8 @@ ADVICE = {
     **dict.fromkeys(("logprobs", "old_logprobs"), "the policy itself: dtype=torch.bfloat16 in place of fp16, a lower "
                     "learning_rate, an earlier checkpoint whose adapter is sound"),
     "ref_logprobs": "the weights and dtype of the base model, and the adapter that training began with (kl_reference)",
+    **dict.fromkeys(("values", "returns"), "the critic: a lower critic_learning_rate, dtype=torch.bfloat16 in place of "
+                    "fp16"),
     "advantages": "the rewards and their weights, which overflow, or advantages that were set by hand",
     "loss": "ratios that overflow: a lower learning_rate, fewer num_iterations, delta as a bound",
     "gradient": "the parameters that the file names: a lower learning_rate, dtype=torch.bfloat16 in place of fp16",

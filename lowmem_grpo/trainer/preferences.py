@@ -218,8 +218,12 @@ def set_reference(trained: TrainedModel, ref_model: Any, moves: bool) -> None:
     if ref_model is None:
         trained.policy.keep_reference(moves)
         return
-    if not is_base(ref_model, trained):
-        raise ValueError(f"ref_model is a {type(ref_model).__name__} with other weights than the model's base; the "
+    if not isinstance(ref_model, str | torch.nn.Module):
+        raise TypeError(f"ref_model is a {type(ref_model).__name__}, and it must be a model or None; the second "
+                        "parameter is ref_model, as in TRL: write args=..., train_dataset=...")
+    if not is_base(getattr(ref_model, "inner", ref_model), trained):
+        named = repr(ref_model) if isinstance(ref_model, str) else f"a {type(ref_model).__name__}"
+        raise ValueError(f"ref_model is {named} with other weights than the model's base; the "
                          "reference is the model itself, without its adapter or with the adapter that it has now. "
                          "Leave ref_model out, or load the model from what ref_model was loaded from")
     logger.warning("ref_model is the model's own base: the model without its adapter is the reference, and ref_model "
