@@ -19,7 +19,8 @@ from lowmem_grpo.utils import UnsupportedError
 NAMES = {  # module -> names; a folder's name that was a module's offers what that module defined
     "lowmem_grpo": "DPOConfig DPOTrainer FastLanguageModel FastModel FastVisionModel FastQwen2Model GRPOConfig "
                    "GRPOTrainer KTOConfig KTOTrainer ORPOConfig ORPOTrainer PatchDPOTrainer PatchFastRL "
-                   "PatchKTOTrainer SFTConfig SFTTrainer SamplingParams UnslothTrainer UnslothTrainingArguments is_bf16_supported "
+                   "PatchKTOTrainer SFTConfig SFTTrainer SamplingParams UnslothTrainer UnslothTrainingArguments "
+                   "is_bf16_supported "
                    "generate_rollout_completions is_bfloat16_supported unsloth_train vLLMSamplingParams "
                    "add_new_tokens pictures rewards kernels __version__",
     "lowmem_grpo.kernels": " ".join(lowmem_grpo.kernels.__all__),

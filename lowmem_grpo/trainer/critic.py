@@ -97,9 +97,8 @@ class CriticObjective(GRPOObjective):
         self.refuse_states(rollouts, " each token is compared with a value of its own")
         config, scored = self.config, self.scored(rollouts)
         self.told_of_update = {}
-        for rollout in rollouts:  # those without a reward move neither
-            rollout.fields["returns"] = rollout.fields["values"]
-            rollout.token_advantages, rollout.advantage = torch.zeros(len(rollout.completion_ids)), 0.0
+        for rollout in rollouts:
+            rollout.fields["returns"] = rollout.fields["values"]  # of one without a reward, which moves nothing
         if not scored:
             return
         lengths = [rollout.num_trained for rollout in scored]

@@ -274,6 +274,27 @@ def test_a_run_with_one_sample_a_prompt_trains_both_and_measures_the_critic(
     assert not any("critic" in name for name in saved)
 
 
+def test_an_evaluation_with_completions_that_nobody_paid_measures_the_others(tmp_path: Path) -> None:
+    def half(completions: list[str], **_: Any) -> list[float | None]:
+        return [None if place % 2 else 1.0 for place, _ in enumerate(completions)]
+
+    trainer = make(tmp_path, half, max_steps=1)
+    assert math.isfinite(trainer.evaluate(ROWS[:4])["eval_loss"])
+
+
+def test_a_warm_up_that_never_ends_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="critic_warmup_steps is 3, and the run has 3 steps"):
+        make(tmp_path, max_steps=3, critic_warmup_steps=3)
+
+
+def test_an_adapter_that_a_later_trainer_replaced_is_not_trained_in_its_place(tmp_path: Path) -> None:
+    model = load()
+    first = make(tmp_path / "first", model=model, max_steps=1)
+    make(tmp_path / "second", model=model, max_steps=1)
+    with pytest.raises(RuntimeError, match="replaced by one of a later trainer"), beside(first).slot.active():
+        pass
+
+
 def test_a_warm_up_leaves_the_policy_bit_for_bit_and_trains_the_critic(tmp_path: Path) -> None:
     trainer = make(tmp_path, model=moved(load()), max_steps=3, critic_warmup_steps=2, weight_decay=0.1)
     before, steps = adapter(trainer), []

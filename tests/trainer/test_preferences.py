@@ -142,10 +142,37 @@ def test_a_reference_model_is_refused_unless_it_is_the_models_own_base(
     metrics, _ = gradient(expected)
     assert abs(metrics["rewards/margins"]) > 0.01  # the base is the reference, and not the adapter
     named = make("dpo", tmp_path, model=copy.deepcopy(model), ref_model=model.loaded.name)
-    assert named.policy.reference_adapter is None
-    base.model.norm.weight.data.mul_(1.01)
-    with pytest.raises(ValueError, match=r"ref_model is a Qwen2ForCausalLM with other weights .* Leave ref_model out"):
-        make("dpo", tmp_path, model=model, ref_model=base)
+    assert not named.policy.reference_adapter
+    ours, _ = FastLanguageModel.from_pretrained(model.loaded.name, load_in_4bit=False, max_seq_length=128)
+    assert not make("dpo", tmp_path, model=copy.deepcopy(model), ref_model=ours).policy.reference_adapter
+    for changed in (base.model.layers[0].self_attn.q_proj, base.model.norm):
+        kept = changed.weight.data.clone()
+        changed.weight.data.mul_(1.01)
+        with pytest.raises(ValueError, match=r"ref_model is a Qwen2ForCausalLM with other weights .* Leave ref_model"):
+            make("dpo", tmp_path, model=model, ref_model=base)
+        changed.weight.data = kept
+    with pytest.raises(ValueError, match="ref_model is 'another' with other weights"):
+        make("dpo", tmp_path, model=model, ref_model="another")
+    with pytest.raises(TypeError, match=r"ref_model is a DPOConfig, .* write args="):
+        DPOTrainer(model, DPOConfig(output_dir=str(tmp_path)), train_dataset=ROWS)
+
+
+def test_a_resumed_run_forgets_what_another_reference_said_of_its_rows(tmp_path: Path) -> None:
+    run = partial(make, "dpo", tmp_path, max_steps=2, save_steps=1, eval_dataset=ROWS)
+    model = load()
+    run(model=model).train()
+    again = run(model=model, max_steps=3)  # whose reference is the trained adapter
+    before = again.evaluate()
+    again.train(resume_from_checkpoint=True)  # and again the base model
+    own, fresh = again.evaluate(), again.evaluate(eval_dataset=ROWS)
+    assert own["eval_rewards/margins"] == fresh["eval_rewards/margins"] != before["eval_rewards/margins"]
+
+
+def test_a_completion_that_max_completion_length_makes_equal_is_left_out(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "chosen": " yes indeed", "rejected": " yes no"}, *ROWS]
+    trainer = make("dpo", tmp_path, rows, max_completion_length=1, max_steps=1, per_device_train_batch_size=7)
+    shown = trainer.encoder.encode(rows[0])
+    assert isinstance(shown, str) and "equal" in shown
 
 
 # Rows.
@@ -187,7 +214,7 @@ def test_a_single_row_has_no_other_prompt_and_is_refused_and_an_epochs_last_row_
     with pytest.raises(ValueError, match=r"loss_type 'kto' reads each completion behind .* raise per_device"):
         make("kto", tmp_path, per_device_train_batch_size=1)
     rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS[:4]]
-    with pytest.raises(DataError, match="there is one row; add others"):
+    with pytest.raises(DataError, match="all rows have the same prompt; add others"):
         make("kto", tmp_path, rows[:1], max_steps=1).step()
     trainer = make("kto", tmp_path, rows, max_steps=-1, num_train_epochs=1)
     moved(trainer.model)
@@ -203,10 +230,13 @@ def test_a_single_row_has_no_other_prompt_and_is_refused_and_an_epochs_last_row_
 
 @pytest.mark.parametrize(("kind", "settings"), [
     ("dpo", {"loss_type": ["sigmoid", "aot"]}), ("dpo", {"precompute_ref_log_probs": True}),
-    ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2}), ("orpo", {}), ("kto", {"shuffle_dataset": True}),
+    ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+    ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model": "its own base"}),
+    ("orpo", {}), ("kto", {"shuffle_dataset": True}),
 ], ids=str)
 def test_a_resumed_run_is_the_undisturbed_one(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     model = moved(load())
+    settings = settings | ({"ref_model": model.loaded.name} if "ref_model" in settings else {})
     run = partial(make, kind, save_steps=2, lr_scheduler_type="constant", **settings)
     straight, parts = copy.deepcopy(model), copy.deepcopy(model)
     run(tmp_path / "straight", model=straight, max_steps=4).train()

@@ -181,6 +181,25 @@ def test_pairs_that_cannot_be_compared_are_left_out_and_counted(tmp_path: Path) 
         make(tmp_path, rows=odd[:2]).train()
 
 
+def test_pairs_of_several_batches_that_are_trained_at_once_stay_pairs(tmp_path: Path) -> None:
+    rows, found = ROWS[:4], []
+    for batches in (1, 2):
+        trainer = make(tmp_path, rows=rows, per_device_train_batch_size=4 // batches, shuffle_dataset=False)
+        groups = [group for _ in range(batches) for group in trainer.next_groups()]
+        found.append((trainer.forward_backward(groups), trainer.policy.head.linear.weight.grad.clone()))
+    (first, gradient), (second, same) = found
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-6) and torch.allclose(gradient, same, atol=1e-6)
+
+
+def test_a_model_is_as_before_if_its_rows_cannot_be_read(tmp_path: Path) -> None:
+    model = load()
+    with pytest.raises(DataError):
+        make(tmp_path, model, rows=[{"prompt": "a", "completion": "b"}])
+    model.save_lora(tmp_path / "adapter")
+    assert "score" not in (tmp_path / "adapter" / "adapter_config.json").read_text()
+    assert model.fast_generate("3")
+
+
 def test_scores_that_are_nan_stop_the_run(tmp_path: Path) -> None:
     trainer = make(tmp_path, nonfinite_steps=2, max_steps=5)
     with torch.no_grad():
