@@ -94,7 +94,7 @@ def for_words(config: Any) -> Any:
 def as_causal(classifier: Any) -> Any:
     """Return a causal model on a classifier's layers. The weight of its head is the embedding."""
     with torch.device("meta"):
-        made: Any = AutoModelForCausalLM.from_config(classifier.config)
+        made: Any = AutoModelForCausalLM.from_config(classifier.config, trust_remote_code=False)
     made.config = classifier.config
     setattr(made, made.base_model_prefix, getattr(classifier, classifier.base_model_prefix))
     made.get_output_embeddings().weight = made.get_input_embeddings().weight

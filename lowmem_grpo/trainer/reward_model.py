@@ -133,8 +133,11 @@ def with_classifier(model: Any, config: RewardConfig, quantization_config: Any) 
         return model, quantization_config
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
-    usual = {"dtype": torch.float32, "num_labels": 1, "trust_remote_code": False}
-    return AutoModelForSequenceClassification.from_pretrained(path, **usual | options), None
+    if options.pop("trust_remote_code", False):
+        raise ValueError("model_init_kwargs: trust_remote_code=True is not supported; only model classes of "
+                         "transformers itself can be trained")
+    usual = {"dtype": torch.float32, "num_labels": 1}
+    return AutoModelForSequenceClassification.from_pretrained(path, trust_remote_code=False, **usual | options), None
 
 
 def drop_head(base: Any) -> None:

@@ -89,7 +89,7 @@ def test_options_of_data_loaders_are_accepted_where_they_change_nothing(settings
 
 @both
 def test_an_unknown_option_is_named_with_the_closest_ones_each_once(settings: Any) -> None:
-    with pytest.raises(TypeError, match=r"did you mean learning_rate( or embedding_learning_rate)?\?$"):
+    with pytest.raises(TypeError, match=r"did you mean learning_rate( or (embedding|critic)_learning_rate)?\?$"):
         settings(learning_rat=1e-3)
 
 

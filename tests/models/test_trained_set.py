@@ -71,7 +71,7 @@ def test_a_head_that_gives_a_number_takes_a_step_with_the_gradients_of_dense_aut
     model = beside_lora("score")
     twin, head = copy.deepcopy(model), Score(model.get_base_model().score)
     policy, dense = Policy(model, head=head), twin.get_base_model()
-    optimizer = torch.optim.SGD(policy.trained.groups({"score": {"lr": 0.5}}), lr=0.1)
+    optimizer = torch.optim.SGD(policy.trained.groups({}), lr=0.5)
     head.values(policy.at_trained(BATCH)[0]).square().sum().backward()
     parts = BATCH.input_ids.split(BATCH.cu_seqlens.diff().tolist())
     hidden = torch.cat([dense.model(part[None]).last_hidden_state[0] for part in parts])
