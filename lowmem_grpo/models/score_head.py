@@ -198,8 +198,8 @@ class AdapterSlot:
     def active(self, _: Any = None) -> Iterator[Policy]:
         """Inside, the policy computes with this adapter and this head, and only they are trained, if the slot is.
         Backward passes must be inside too, since checkpointed layers compute again."""
-        held = {id(parameter) for parameter in self.model.parameters()}
-        if any(id(parameter) not in held for name, parameter in self.parameters.items() if name != SAVED):
+        held = {id(parameter) for parameter in (*self.model.parameters(), self.head.weight)}
+        if any(id(parameter) not in held for parameter in self.parameters.values()):
             raise RuntimeError(f"the adapter {self.name!r} was replaced by one of a later trainer of this model; make "
                                "a new trainer, or load the model again")
         own, head, before = self.model.active_adapter, self.policy.head, gradients_of(self.model)
