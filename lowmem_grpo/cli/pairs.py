@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo.runs.records import COMPLETIONS, PAIRS, read_lines, to_line
+from lowmem_grpo.runs.records import COMPLETIONS, PAIRS, read_lines, replace_text, to_line
 from lowmem_grpo.runs.views.terminal import UserPath, echo, plain_errors
 from lowmem_grpo.utils import count_text
 
@@ -45,8 +45,7 @@ def pairs(
                 for prompt, scored in prompts.values()]
         if not any(made):
             raise ValueError(why_none(prompts, margin, left_out))
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text("".join(to_line(row) for rows in made for row in rows), encoding="utf-8")
+        replace_text(out, "".join(to_line(row) for rows in made for row in rows))
     echo(f"{out}: {count_text(sum(map(len, made)), 'pair')} from {sum(map(bool, made))} of "
          f"{count_text(len(made), 'prompt')}{left_out}")
 

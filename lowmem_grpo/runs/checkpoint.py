@@ -5,7 +5,8 @@
         optimizer.safetensors    tensors of the optimizer's (and scheduler's) state, as `state.3.exp_avg`
         reference.safetensors    the reference adapter of the KL term, if there is one
         teacher.safetensors      the adapter of a teacher that follows the policy, if there is one
-    critic.safetensors       PPO's critic, and critic_optimizer.safetensors, the tensors of its optimizer's state
+        critic.safetensors       PPO's critic, if there is one
+        critic_optimizer.safetensors    tensors of the state of the critic's optimizer and schedule
         rng.safetensors          torch's random state: `cpu`, and `cuda.0` and so on
         state.json               the caller's state, the remaining optimizer and scheduler state, other random states
         manifest.json            size and sha256 of each other file
