@@ -45,6 +45,7 @@ def pairs(
                 for prompt, scored in prompts.values()]
         if not any(made):
             raise ValueError(why_none(prompts, margin, left_out))
+        out.parent.mkdir(parents=True, exist_ok=True)  # whose error is about the folder, and not about a run
         replace_text(out, "".join(to_line(row) for rows in made for row in rows))
     echo(f"{out}: {count_text(sum(map(len, made)), 'pair')} from {sum(map(bool, made))} of "
          f"{count_text(len(made), 'prompt')}{left_out}")
