@@ -271,7 +271,9 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
 
     def card(self, kind: str = OF_ADAPTER, data: str | None = None, **more: Any) -> str:
         """Return the text of a README.md for the active adapter, or for what it is merged into."""
+        base: Any = self.get_base_model()
         history = PastRuns.of_runs(((facts(), state.log_history) for facts, state in self.loaded.runs), data)
+        history.tags.extend(base.model_tags or ())  # as given to the model's `add_model_tags`
         shapes = {name: value.shape for name, value in self.named_parameters() if f".{self.active_adapter}" in name}
         lora = self.peft_config[self.active_adapter].to_dict()
         return card_text(kind, self.base_record(), lora, history, shapes=shapes, **more)

@@ -31,8 +31,8 @@ DIFFERENT = {  # fields whose different default is not taken over: what happens 
     "vllm_importance_sampling_clip_max": "2, as suits weights of tokens",
 }
 COMPUTED = ("use_cpu", "generation_batch_size")  # generation_batch_size follows from steps_per_generation
-MEASURED = ("SFTTrainer takes it; of sampled completions compute your own from model.fast_generate(...), in a "
-            "callback's on_evaluate")
+MEASURED = ("SFTTrainer, DPOTrainer, KTOTrainer and ORPOTrainer take it; of sampled completions compute your own from "
+            "model.fast_generate(...), in a callback's on_evaluate")
 OWN_LOSS = "the loss is that of the trainer; ARCHITECTURE.md says how to add one"
 REFUSED = {  # parameters of their trainers, and what to do instead
     "reward_model": "give it in reward_funcs, as an object or by its name",

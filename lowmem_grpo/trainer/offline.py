@@ -2,19 +2,27 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import EvalPrediction
+from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
 from lowmem_grpo.config.shared import TrainSettings
 from lowmem_grpo.data.prompts import DataError, Prompt, PromptSource
 from lowmem_grpo.data.shapes import tokenised
 from lowmem_grpo.data.stream import source_of
 from lowmem_grpo.losses.objective import Objective
+from lowmem_grpo.models.policy import evaluating
 from lowmem_grpo.trainer.parts import TrainedModel, make_parts
 from lowmem_grpo.trainer.run_memory import plan_memory
 from lowmem_grpo.trainer.trl_api import TrlApi
 from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
+UNTRAINED = -100  # transformers' label of a token that does not count
 OF_STEP = ("learning_rate", "grad_norm", "optimizer/skipped", "nonfinite/steps", "micro_batches")
 
 
@@ -22,6 +30,7 @@ class OfflineTrainer(TrlApi):
     """A trainer on given completions. Subclasses say how rows are `read`, and how they become groups (`groups_of`)."""
 
     of_loss: tuple[str, ...] = ("loss",)  # the objective's metrics that are logged, in training and in evaluations
+    predictions: "Predictions | None" = None
 
     def __init__(
         self, trained: TrainedModel, config: TrainSettings, objective: Objective, dataset: Any, eval_dataset: Any,
@@ -94,9 +103,13 @@ class OfflineTrainer(TrlApi):
                 "data/skipped_rows": sum(self.source.skipped.values())}
 
     def measure_evaluation(self, rows: list[RolloutGroup]) -> dict[str, float]:
-        """Return the loss and its metrics over these rows, dropout off."""
+        """Return the loss and its metrics over these rows, dropout off, and the user's metrics."""
+        own = {} if self.predictions is None else self.predictions.metrics(self.model, rows)
         metrics = self.learner.measure(rows)
-        return {name: metrics[name] for name in self.of_loss if name in metrics}
+        return {name: metrics[name] for name in self.of_loss if name in metrics} | own
+
+    def may_measure(self, name: str) -> bool:
+        return self.predictions is not None or super().may_measure(name)
 
     def evaluation_names(self) -> set[str]:
         return super().evaluation_names() | {*self.of_loss}
@@ -142,3 +155,59 @@ class ShownRows:
         shown = {name: self.of(f"eval {name}", rows, lambda rows=rows: read(rows))  # type: ignore[misc]
                  for name, rows in several.items()}
         return shown if several is given else shown["eval"]
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The user's `compute_metrics` and `preprocess_logits_for_metrics`, as in transformers. They get full logits, (T,
+    V) for each row: on the device for one row, on the host for all rows."""
+
+    compute: Callable[[EvalPrediction], Mapping[str, float]]
+    preprocess: Callable[[Tensor, Tensor], Any] | None = None
+
+    @classmethod
+    def of(cls, compute: Any, preprocess: Any) -> Self | None:
+        """Return both functions, or None if there are none; ValueError for `preprocess` alone."""
+        if preprocess is not None and compute is None:
+            raise ValueError("preprocess_logits_for_metrics is given, and compute_metrics is not; compute_metrics "
+                             "reads the preprocessed logits, so pass both or neither")
+        return cls(compute, preprocess) if compute else None
+
+    def metrics(self, model: Any, groups: Iterable[RolloutGroup]) -> dict[str, float]:
+        """Return the user's metrics of the model's predictions for N rows (of a pair: its chosen and its rejected
+        side), under names without "eval_". Predictions are (N, T, ...) and labels (N, T), not shifted, with -100 where
+        nothing is trained."""
+        both: Any = None  # predictions and labels
+        with evaluating(model):
+            for group, rollout in ((each, rollout) for each in groups for rollout in each.rollouts):
+                ids, trained = rollout.completion_ids, rollout.trained or [True] * len(rollout.completion_ids)
+                labels = [token if counts else UNTRAINED for token, counts in zip(ids, trained, strict=True)]
+                row = torch.tensor([[UNTRAINED] * len(group.prompt_ids) + labels], device=model.device)
+                tokens = torch.tensor([[*group.prompt_ids, *ids]], device=model.device)
+                own = self.predicted(model, tokens, row), row.cpu().numpy()
+                both = own if both is None else nested_concat(both, own, UNTRAINED)
+        metrics = numbers_of(self.compute(EvalPrediction(*both)))
+        return {name.removeprefix("eval_"): value for name, value in metrics.items()}
+
+    @torch.no_grad()
+    def predicted(self, model: Any, ids: Tensor, labels: Tensor) -> Any:
+        """Return the logits (1, T, V) of a row's ids (1, T), or what `preprocess` returns for them, as numpy arrays."""
+        logits = model(input_ids=ids).logits
+        outputs = logits if self.preprocess is None else self.preprocess(logits, labels)
+        return nested_numpify(nested_detach(outputs))
+
+
+def numbers_of(metrics: Any) -> dict[str, float]:
+    """Return the result of compute_metrics as floats by name; TypeError if it is no dict of numbers."""
+    wanted = "compute_metrics is to return a dict of numbers by name, as {'accuracy': 0.5}"
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"{wanted}; it returned {metrics!r:.80}")
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, (str, bytes)):
+                raise TypeError("text is no number")
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{wanted}; {name!r} is {value!r:.80}") from error
+    return numbers

@@ -18,7 +18,7 @@ from lowmem_grpo.data.prompts import DataError, Prompt
 from lowmem_grpo.data.stream import StreamSource
 from lowmem_grpo.models.policy import in_float32
 from lowmem_grpo.runs.views.live import PreferenceView
-from lowmem_grpo.trainer.offline import OfflineTrainer, limit_of
+from lowmem_grpo.trainer.offline import OfflineTrainer, Predictions, limit_of
 from lowmem_grpo.trainer.parts import TrainedModel, bring_model
 from lowmem_grpo.trainer.preference_objectives import (
     ANSWER,
@@ -33,6 +33,7 @@ from lowmem_grpo.trainer.step_accumulator import members
 from lowmem_grpo.types import Rollout, RolloutGroup, Split
 
 logger = logging.getLogger(__name__)
+MEASURED = ("compute_metrics", "preprocess_logits_for_metrics")
 TOGETHER = 256  # rows whose reference is computed at a time
 OF_REWARDS = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
 
@@ -49,6 +50,7 @@ class PreferenceTrainer(OfflineTrainer):
         ref_model: Any, callbacks: list[Any] | None, optimizers: Any, others: dict[str, Any],
     ) -> None:
         """Make the trainer; `loading` are PEFT's and the quantization's configurations of a model to load."""
+        self.predictions = Predictions.of(*(others.pop(name, None) for name in MEASURED))
         config = taken_in(others, settings_of(args, self.settings), type(self))
         check_model(model, type(self))
         trained = bring_model(model, config, tokenizer, *loading, config.max_length or 0)
@@ -83,11 +85,14 @@ class ReferredTrainer(PreferenceTrainer):
         self.reference: dict[int, list[Any]] = {}  # by row: log-probabilities of its completions, on the host
         self.reference_of: Any = None  # the adapter that computed them, and those of the evaluation's rows
         others |= {"data_collator": data_collator, "compute_metrics": compute_metrics}
+        if ref_model is model and isinstance(model, torch.nn.Module):
+            raise ValueError("ref_model is the model itself, which changes in training, and the reference is the model "
+                             "without its adapter, or with the adapter that it has now; leave ref_model out")
         self.make(model, args, train_dataset, eval_dataset, either(processing_class, tokenizer),
                   (peft_config, quantization_config), ref_model, callbacks, optimizers, others)
         if self.args.precompute_ref_log_probs and isinstance(self.source, StreamSource):
-            raise DataError("precompute_ref_log_probs=True, and the rows are a stream, which has no end to read to; "
-                            "leave it out, or make a list of the rows")
+            raise DataError("precompute_ref_log_probs=True is not supported with IterableDataset: the rows are a "
+                            "stream, which has no end to read to; leave it out, or make a list of the rows")
 
     def follow_reference(self) -> None:
         """Forget the log-probabilities of another reference: a resumed run has its own again."""

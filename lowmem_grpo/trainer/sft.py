@@ -7,15 +7,10 @@ The loss of an optimizer step is
 as in TRL's `nll`; TRL's `dft` multiplies each log p by p, as a constant. data/shapes.py chooses the trained tokens.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
-from transformers import EvalPrediction
-from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 
 from lowmem_grpo.config.from_trl import check_model, either, settings_of, taken_in, with_names
 from lowmem_grpo.config.sft import SFTConfig
@@ -24,15 +19,12 @@ from lowmem_grpo.data.packing import PackEncoder
 from lowmem_grpo.data.prompts import Prompt
 from lowmem_grpo.data.shapes import Shapes
 from lowmem_grpo.losses.objective import Objective, PolicyOutputs, StepTotals
-from lowmem_grpo.models.policy import evaluating
 from lowmem_grpo.rollout.assessment import evaluation_sets
 from lowmem_grpo.runs.views.live import SFTView
-from lowmem_grpo.trainer.offline import OfflineTrainer, longest_row
+from lowmem_grpo.trainer.offline import OfflineTrainer, Predictions, longest_row
 from lowmem_grpo.trainer.optim import make_scheduler
 from lowmem_grpo.trainer.parts import bring_model
 from lowmem_grpo.types import LossOutput, MicroBatch, Rollout, RolloutGroup
-
-UNTRAINED = -100  # transformers' label of a token that does not count
 
 
 class SFTObjective(Objective):
@@ -94,10 +86,7 @@ class SFTTrainer(OfflineTrainer):
         set_chat(trained.tokenizer, config)
         longest = longest_row(config.max_length, trained.context)
         ends = trained.policy.eos_token_ids(trained.tokenizer)
-        if preprocess_logits_for_metrics is not None and compute_metrics is None:
-            raise ValueError("preprocess_logits_for_metrics is given, and compute_metrics is not; compute_metrics "
-                             "reads the preprocessed logits, so pass both or neither")
-        self.predictions = Predictions(compute_metrics, preprocess_logits_for_metrics) if compute_metrics else None
+        self.predictions = Predictions.of(compute_metrics, preprocess_logits_for_metrics)
         self.shapes = Shapes(config, trained.tokenizer, longest, ends, formatting_func)
         self.own_schedule = not optimizers or optimizers[1] is None
         super().__init__(trained, config, SFTObjective(config.loss_type), train_dataset, eval_dataset, longest,
@@ -132,14 +121,6 @@ class SFTTrainer(OfflineTrainer):
         """Return each row as a prompt with one completion."""
         return as_groups(items, policy_version)
 
-    def measure_evaluation(self, rows: list[RolloutGroup]) -> dict[str, float]:
-        """Also return the user's metrics."""
-        own = {} if self.predictions is None else self.predictions.metrics(self.model, rows)
-        return super().measure_evaluation(rows) | own
-
-    def may_measure(self, name: str) -> bool:
-        return self.predictions is not None or super().may_measure(name)
-
 
 def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[RolloutGroup]:
     """Return each example as a group of one rollout (a prompt with one completion), for packing and the learner."""
@@ -150,50 +131,3 @@ def as_groups(examples: Iterable[Prompt], policy_version: int = 0) -> list[Rollo
         )])
         for item in examples for example in each_of(item)
     ]
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """The user's `compute_metrics` and `preprocess_logits_for_metrics`, as in transformers. They get full logits, (T,
-    V) for each row: on the device for one row, on the host for all rows."""
-
-    compute: Callable[[EvalPrediction], Mapping[str, float]]
-    preprocess: Callable[[Tensor, Tensor], Any] | None = None
-
-    def metrics(self, model: Any, groups: Iterable[RolloutGroup]) -> dict[str, float]:
-        """Return the user's metrics of the model's predictions for N rows, under names without "eval_". Predictions are
-        (N, T, ...) and labels (N, T), not shifted, with -100 where nothing is trained."""
-        both: Any = None  # predictions and labels
-        with evaluating(model):
-            for group, rollout in ((each, rollout) for each in groups for rollout in each.rollouts):
-                ids, trained = rollout.completion_ids, rollout.trained or [True] * len(rollout.completion_ids)
-                labels = [token if counts else UNTRAINED for token, counts in zip(ids, trained, strict=True)]
-                row = torch.tensor([[UNTRAINED] * len(group.prompt_ids) + labels], device=model.device)
-                tokens = torch.tensor([[*group.prompt_ids, *ids]], device=model.device)
-                own = self.predicted(model, tokens, row), row.cpu().numpy()
-                both = own if both is None else nested_concat(both, own, UNTRAINED)
-        metrics = numbers_of(self.compute(EvalPrediction(*both)))
-        return {name.removeprefix("eval_"): value for name, value in metrics.items()}
-
-    @torch.no_grad()
-    def predicted(self, model: Any, ids: Tensor, labels: Tensor) -> Any:
-        """Return the logits (1, T, V) of a row's ids (1, T), or what `preprocess` returns for them, as numpy arrays."""
-        logits = model(input_ids=ids).logits
-        outputs = logits if self.preprocess is None else self.preprocess(logits, labels)
-        return nested_numpify(nested_detach(outputs))
-
-
-def numbers_of(metrics: Any) -> dict[str, float]:
-    """Return the result of compute_metrics as floats by name; TypeError if it is no dict of numbers."""
-    wanted = "compute_metrics is to return a dict of numbers by name, as {'accuracy': 0.5}"
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"{wanted}; it returned {metrics!r:.80}")
-    numbers: dict[str, float] = {}
-    for name, value in metrics.items():
-        try:
-            if isinstance(value, (str, bytes)):
-                raise TypeError("text is no number")
-            numbers[str(name)] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"{wanted}; {name!r} is {value!r:.80}") from error
-    return numbers

@@ -58,7 +58,8 @@ NEVER_CALLED = {
 NOT_HERE = NEVER_CALLED | {
     "data_collator": ROWS, **dict.fromkeys(("is_fsdp_enabled", "is_deepspeed_enabled"), ONE),
     **dict.fromkeys(("_metrics", "_logs", "_textual_logs"), LOGGED),
-    **dict.fromkeys(("compute_metrics", "preprocess_logits_for_metrics"), "SFTTrainer takes it when it is made"),
+    **dict.fromkeys(("compute_metrics", "preprocess_logits_for_metrics"), "SFTTrainer and those on preferences "
+                    "take it when they are made"),
     **dict.fromkeys(("compute_loss_func", "loss_is_scaled_for_ga"), LOSS), "rollout_func": PLAY,
     **dict.fromkeys(("epsilon_low", "epsilon_high"), "the loss reads args.epsilon and args.epsilon_high"),
     "generation_config": "sampling is set in args, as in temperature and top_p, before the trainer is made",
@@ -127,6 +128,7 @@ class TrlApi(Trainer):
     """The base class of public trainers, with attributes and methods of TRL's and transformers' trainers."""
 
     event_details = {"train_dataloader": NoLoader(), "eval_dataloader": NoLoader()}
+    aux_loss_enabled = False  # TRL adds the auxiliary loss of a mixture of experts to its own losses
     given_rows: Any  # as they were passed
     given_eval_rows: Any
 

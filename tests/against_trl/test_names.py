@@ -152,8 +152,10 @@ def test_what_scripts_do_after_training_works(grpo: GRPOTrainer, tmp_path: Path,
     assert "train_runtime = 1 min 15 s" in capsys.readouterr().out
     grpo.save_metrics("train", {"loss": 1.0})
     assert '"loss": 1.0' in (grpo.run_dir / "all_results.json").read_text()
+    grpo.model.add_model_tags("sums")
     grpo.create_model_card(dataset_name="mine", tags=["maths"])
-    assert "- data: mine\n" in (grpo.run_dir / "README.md").read_text()
+    said = (grpo.run_dir / "README.md").read_text()
+    assert "- data: mine\n" in said and "- sums\n" in said and "- maths\n" in said
     grpo.log({"mine": 1.0})
     assert grpo.state.log_history[-1] == {"step": 1, "epoch": grpo.state.epoch, "mine": 1.0}
     grpo.accelerator.print("done")

@@ -9,8 +9,20 @@ import torch
 from small_models import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer, EvalPrediction
 
-from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from lowmem_grpo.trainer.sft import numbers_of
+from lowmem_grpo import (
+    DPOConfig,
+    DPOTrainer,
+    FastLanguageModel,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from lowmem_grpo.trainer.offline import numbers_of
 
 ROWS = [{"prompt": "1 + 1 =", "completion": " 2"}, {"prompt": "Start with 12. Add 30.", "completion": " 42, I think"}]
 
@@ -45,6 +57,23 @@ def test_predictions_and_labels_are_those_of_plain_transformers(tmp_path: Path) 
         assert (labels[len(ids) :] == -100).all() and (logits[len(ids) :] == -100).all()
 
 
+@pytest.mark.parametrize(("trainer", "config"), [
+    (DPOTrainer, DPOConfig), (KTOTrainer, KTOConfig), (ORPOTrainer, ORPOConfig)])
+def test_of_pairs_each_side_is_a_row_of_predictions(trainer: Any, config: Any, tmp_path: Path) -> None:
+    seen: list[EvalPrediction] = []
+    pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " No"} for row in ROWS]
+    args = config(output_dir=str(tmp_path), per_device_train_batch_size=2, max_length=128, disable_tqdm=True)
+    made = trainer("tiny", args=args, train_dataset=pairs, eval_dataset=pairs,
+                   compute_metrics=lambda given: seen.append(given) or {"mine": 0.5})
+    assert made.evaluate()["eval_mine"] == 0.5
+    (given,) = seen
+    said = [made.tokenizer.decode([token for token in labels if token != -100]) for labels in given.label_ids]
+    sides = [row[side] for row in pairs for side in ("chosen", "rejected")]
+    wanted = [sides[place] for place in ((0, 2, 1, 3) if trainer is KTOTrainer else range(4))]
+    assert given.predictions.shape[:2] == given.label_ids.shape
+    assert all(side in text for text, side in zip(said, wanted, strict=True))
+
+
 def test_logits_may_become_ids_first_and_the_metric_decides_which_checkpoint_is_best(tmp_path: Path) -> None:
     def likely(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         assert logits.shape[:2] == labels.shape
@@ -65,7 +94,7 @@ def test_logits_may_become_ids_first_and_the_metric_decides_which_checkpoint_is_
 
 
 def test_grpo_says_where_to_compute_metrics_of_completions(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"compute_metrics .* SFTTrainer takes it; of sampled completions"):
+    with pytest.raises(ValueError, match=r"compute_metrics .* SFTTrainer, .* take it; of sampled completions"):
         GRPOTrainer("tiny", len, GRPOConfig(output_dir=str(tmp_path)), ROWS, compute_metrics=len)
 
 

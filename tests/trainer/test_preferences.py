@@ -153,8 +153,15 @@ def test_a_reference_model_is_refused_unless_it_is_the_models_own_base(
         changed.weight.data = kept
     with pytest.raises(ValueError, match="ref_model is 'another' with other weights"):
         make("dpo", tmp_path, model=model, ref_model="another")
+    with pytest.raises(ValueError, match="ref_model is the model itself, which changes in training"):
+        make("kto", tmp_path, model=model, ref_model=model)
     with pytest.raises(TypeError, match=r"ref_model is a DPOConfig, .* write args="):
         DPOTrainer(model, DPOConfig(output_dir=str(tmp_path)), train_dataset=ROWS)
+
+
+def test_the_reference_of_a_stream_is_not_computed_before_training(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="precompute_ref_log_probs=True is not supported with IterableDataset"):
+        make("dpo", tmp_path, rows=Dataset.from_list(ROWS).to_iterable_dataset(), precompute_ref_log_probs=True)
 
 
 def test_a_resumed_run_forgets_what_another_reference_said_of_its_rows(tmp_path: Path) -> None:
