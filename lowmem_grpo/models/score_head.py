@@ -25,6 +25,7 @@ from lowmem_grpo.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 SAVED = f"{PREFIX}{SCORE}.weight"  # the head's name in an adapter's file, as PEFT and transformers have it
+CRITIC = "critic"  # the name of a critic's slot
 HEADS = {SCORE, "classifier"}  # PEFT adds both to the `modules_to_save` of a classifier
 
 
@@ -163,7 +164,7 @@ class AdapterSlot:
         config.ensure_weight_tying, config.inference_mode = False, False
         use_kernel_layers(config, policy.base)
         before = gradients_of(model)
-        self.delete()
+        delete_slot(model, name)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model.loaded.slots.append(name)
@@ -200,8 +201,8 @@ class AdapterSlot:
         Backward passes must be inside too, since checkpointed layers compute again."""
         held = {id(parameter) for parameter in (*self.model.parameters(), self.head.weight)}
         if any(id(parameter) not in held for parameter in self.parameters.values()):
-            raise RuntimeError(f"the adapter {self.name!r} was replaced by one of a later trainer of this model; make "
-                               "a new trainer, or load the model again")
+            raise RuntimeError(f"the adapter {self.name!r} was removed, or replaced by one of a later trainer of this "
+                               "model; make a new trainer, or load the model again")
         own, head, before = self.model.active_adapter, self.policy.head, gradients_of(self.model)
         try:
             self.model.set_adapter(self.name)
@@ -226,11 +227,12 @@ class AdapterSlot:
                 raise AdapterError(f"the adapter in {folder} does not fit: {name} is {there} there, and {here} here")
             self.parameters[name].copy_(values[name])
 
-    def delete(self) -> None:
-        """Remove the adapter from the model."""
-        if self.name in self.model.loaded.slots:
-            self.model.delete_adapter(self.name)
-            self.model.loaded.slots.remove(self.name)
+
+def delete_slot(model: Any, name: str) -> None:
+    """Remove the adapter of a slot from a model, if it is there."""
+    if name in model.loaded.slots:
+        model.delete_adapter(name)
+        model.loaded.slots.remove(name)
 
 
 def gradients_of(model: nn.Module) -> dict[int, bool]:

@@ -18,7 +18,7 @@ from lowmem_grpo.losses.objective import Objective, PolicyOutputs, StepTotals
 from lowmem_grpo.losses.regularization import token_kl
 from lowmem_grpo.losses.value_loss import explained_variance, gae, value_losses, whitened
 from lowmem_grpo.models.policy import Policy, evaluating
-from lowmem_grpo.models.score_head import AdapterSlot, read_reward_model, score_of_hidden
+from lowmem_grpo.models.score_head import CRITIC, AdapterSlot, read_reward_model, score_of_hidden
 from lowmem_grpo.rewards.calling.scorer import RewardScorer
 from lowmem_grpo.rollout.scoring import EnvironmentReward
 from lowmem_grpo.runs.checkpoint import KEPT, check_adapter
@@ -32,7 +32,7 @@ from lowmem_grpo.trainer.optim import make_optimizer, make_scheduler
 from lowmem_grpo.trainer.step_accumulator import StepAccumulator
 from lowmem_grpo.types import TOKEN_FIELDS, LossOutput, MicroBatch, Rollout, RolloutGroup, TokenField
 
-NAME, OF_STEPS = "critic", "critic_optimizer"  # files of a checkpoint
+OF_STEPS = "critic_optimizer"  # files of a checkpoint
 STEPS = ("optimizer", "scheduler", "scaler")
 
 
@@ -62,9 +62,9 @@ def slot_of(config: GRPOConfig, policy: Policy) -> AdapterSlot:
     """Return an adapter with a head to be trained beside the policy's: the reward model `critic_adapter`, or a new one
     like the policy's own, whose values are 0."""
     if config.critic_adapter is not None:
-        return AdapterSlot.of_folder(policy, NAME, adapter_folder(config.critic_adapter), True)
+        return AdapterSlot.of_folder(policy, CRITIC, adapter_folder(config.critic_adapter), True)
     model: Any = policy.model
-    return AdapterSlot(policy, NAME, model.peft_config[model.active_adapter], config.seed, trained=True)
+    return AdapterSlot(policy, CRITIC, model.peft_config[model.active_adapter], config.seed, trained=True)
 
 
 def adapter_folder(path: str) -> Path:
@@ -94,7 +94,6 @@ class CriticObjective(GRPOObjective):
     def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
         """Set the tokens' advantages and returns, from rewards and values."""
         super().prepared(rollouts, groups)
-        self.refuse_states(rollouts, " each token is compared with a value of its own")
         config, scored = self.config, self.scored(rollouts)
         self.told_of_update = {}
         for rollout in rollouts:
@@ -208,15 +207,15 @@ class CriticLearner(Learner):
         steps: dict[str, Tensor] = {}
         parts = {name: getattr(self.critic, name).state_dict() for name in STEPS}
         own = {name: parameter.detach().cpu() for name, parameter in self.slot.parameters.items()}
-        return encode(parts, "", steps), super().beside()[1] | {NAME: own, OF_STEPS: steps}
+        return encode(parts, "", steps), super().beside()[1] | {CRITIC: own, OF_STEPS: steps}
 
     @torch.no_grad()
     def restore_beside(self, state: Any, read: Callable[[str], dict[str, Tensor]], weights: bool = True) -> None:
         if state is None:
             raise MismatchError("the checkpoint is of a run without a critic; resume with its advantage_estimator, or "
                                 "begin a new run that continues its adapter")
-        saved, steps = read(NAME), read(OF_STEPS)
-        check_adapter(Path(KEPT.format(NAME)), saved, self.slot.parameters)
+        saved, steps = read(CRITIC), read(OF_STEPS)
+        check_adapter(Path(KEPT.format(CRITIC)), saved, self.slot.parameters)
         for name, parameter in self.slot.parameters.items() if weights else ():
             parameter.copy_(saved[name])
         parts, own = decode(state, steps), {name.removeprefix("optimizer."): value for name, value in steps.items()}

@@ -91,18 +91,12 @@ class GRPOObjective(Objective):
             for rollout, part in zip(rollouts, mask.split([r.num_trained for r in rollouts]), strict=True):
                 rollout.policy_mask = rollout.with_context(part)
         if self.config.kl_in_reward:
-            self.refuse_states(rollouts, f" and beta {self.config.beta} the KL term is in the reward of each token")
+            if any(turn.state is not None for rollout in rollouts for turn in rollout.turns):
+                refuse_states(self.config)
             if self.config.advantage_estimator == "rloo":
                 take_kl_from_rewards(list(groups), self.config.beta, self.config)
             elif self.config.advantage_estimator != GAE:
                 put_kl_in_reward(rollouts, self.config.beta)
-
-    def refuse_states(self, rollouts: list[Rollout], why: str) -> None:
-        """Raise ValueError if turns would be compared that began in the same state."""
-        if self.config.state_weight and any(turn.state is not None for r in rollouts for turn in r.turns):
-            raise ValueError(f"with advantage_estimator={self.config.advantage_estimator!r}{why}, which leaves no "
-                             "place for the comparison of turns in the same state; set state_weight=0"
-                             + ", or beta=0" * (self.config.advantage_estimator != GAE))
 
     def counted(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the rollouts except failed episodes and, with `mask_truncated_completions`, truncated completions."""
@@ -192,3 +186,13 @@ class GRPOObjective(Objective):
         if self.entropy is not None:
             self.entropy.restore(state.get("entropy"))
         self.mismatch.last_k3, self.mismatch.large = state.get("last_k3"), state.get("large_mismatch", False)
+
+
+def refuse_states(config: GRPOConfig) -> None:
+    """Raise ValueError if turns in the same state would be compared, and each token has an advantage of its own."""
+    of_critic = config.advantage_estimator == GAE
+    if config.state_weight and (of_critic or config.kl_in_reward):
+        why = " each token is compared with a value of its own" if of_critic else \
+            f" and beta {config.beta} the KL term is in the reward of each token"
+        raise ValueError(f"with advantage_estimator={config.advantage_estimator!r}{why}, which leaves no place for the "
+                         "comparison of turns in the same state; set state_weight=0" + ", or beta=0" * (not of_critic))

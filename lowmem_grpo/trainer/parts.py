@@ -24,6 +24,7 @@ from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.memory.peaks import PhasePeaks
 from lowmem_grpo.models.card_check import mixed_dtype
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.models.score_head import CRITIC, delete_slot
 from lowmem_grpo.rewards.reward_model import RewardModel
 from lowmem_grpo.rollout.parity import ParityGate
 from lowmem_grpo.runs.alarms import Alarms
@@ -71,6 +72,7 @@ def bring_model(
     if args.use_cpu and isinstance(model, str):
         loading = replace(args, model_init_kwargs={"device_map": "cpu", **(args.model_init_kwargs or {})})
     model = Brought(model, tokenizer, peft_config, quantization_config, loading, tokens).trainable()
+    delete_slot(model, CRITIC)  # of an earlier trainer
     device = model.get_input_embeddings().weight.device
     if args.use_cpu and device.type != "cpu":
         raise ValueError(f'use_cpu is True, and the model lies on {device}; load it with device="cpu"')

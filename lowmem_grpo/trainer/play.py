@@ -27,6 +27,7 @@ from lowmem_grpo.rollout.speakers import HumanEngine, Tell, Watched
 from lowmem_grpo.rollout.stored_completions import StoredCompletions
 from lowmem_grpo.rollout.teacher_prompts import TeacherSampling
 from lowmem_grpo.runs.accuracy import Answers
+from lowmem_grpo.trainer.grpo_objective import refuse_states
 from lowmem_grpo.trainer.model_setup import loading_options
 from lowmem_grpo.trainer.preflight.subject import Turns
 from lowmem_grpo.types import Rollout, RolloutGroup, ToolCall, Turn
@@ -59,6 +60,8 @@ class EpisodeSetup:
         self.config, self.parse = config, parse
         self.tools: Sequence[Function] = functions
         self.factories = None if environment_factory is None else Factories(environment_factory)
+        if self.factories and any(hasattr(made, "state_key") for made in self.factories.examples.values()):
+            refuse_states(config)
         self.rollout_func = rollout_func
         self.specs: EnvSpecs | None = None
         self.images = False  # whether rows may have images

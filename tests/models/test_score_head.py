@@ -20,7 +20,14 @@ from lowmem_grpo import FastLanguageModel, SamplingParams
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.policy import Head, Policy
-from lowmem_grpo.models.score_head import AdapterSlot, add_score, group_to_score, read_reward_model, score_of_hidden
+from lowmem_grpo.models.score_head import (
+    AdapterSlot,
+    add_score,
+    delete_slot,
+    group_to_score,
+    read_reward_model,
+    score_of_hidden,
+)
 from lowmem_grpo.runs.saved_adapter import AdapterError
 
 TEXTS = [[5, 6, 7, 8, 9, 2], [5, 6, 7, 3, 2], [5, 6], [5, 6, 7, 8, 2, 2]]  # one is the beginning of the others
@@ -233,10 +240,11 @@ def test_the_reference_and_the_base_have_no_slot() -> None:
 def test_a_slot_is_replaced_and_deleted() -> None:
     model = moved(load())
     names = {name for name, _ in model.named_parameters()}
-    first, second = with_slot(model), with_slot(model)
+    with_slot(model)
+    with_slot(model)
     assert model.loaded.slots == ["critic"]
-    second.delete()
-    first.delete()
+    delete_slot(model, "critic")
+    delete_slot(model, "critic")
     assert {name for name, _ in model.named_parameters()} == names and model.loaded.slots == []
 
 

@@ -225,6 +225,24 @@ def test_an_environments_turns_pay_their_own_last_tokens(tmp_path: Path) -> None
         assert rollout.at_trained(rollout.token_advantages).tolist() == pytest.approx(wanted, abs=1e-10)
 
 
+class Kept(Counting):
+    """Turns of equal number are in the same state."""
+
+    def state_key(self) -> str:
+        return str(self.turn)
+
+
+@pytest.mark.parametrize(("settings", "fix"), [
+    ({"advantage_estimator": "gae"}, "state_weight=0$"),
+    ({"advantage_estimator": "reinforce++", "beta": 0.1}, "state_weight=0, or beta=0$")])
+def test_states_that_cannot_be_compared_are_refused_when_the_trainer_is_made(
+    settings: dict[str, Any], fix: str, tmp_path: Path
+) -> None:
+    config = GRPOConfig(output_dir=str(tmp_path), **SMALL | {"max_completion_length": 96} | settings)
+    with pytest.raises(ValueError, match="no place for the comparison of turns in the same state; set " + fix):
+        GRPOTrainer(load(), None, config, environment_factory=Kept)
+
+
 # A run
 
 
@@ -294,6 +312,17 @@ def test_an_adapter_that_a_later_trainer_replaced_is_not_trained_in_its_place(tm
     make(tmp_path / "second", model=model, max_steps=1)
     with pytest.raises(RuntimeError, match="replaced by one of a later trainer"), beside(first).slot.active():
         pass
+
+
+def test_the_next_trainer_of_a_model_frees_the_critic_and_trains(tmp_path: Path) -> None:
+    model = load()
+    make(tmp_path / "ppo", model=model, max_steps=1).train()
+    assert any(".critic." in name for name, _ in model.named_parameters())
+    second = GRPOTrainer(model, digit_sum, GRPOConfig(str(tmp_path / "grpo"), **SMALL | {"max_steps": 1}), ROWS)
+    assert model.loaded.slots == [] and not any(".critic." in name for name, _ in model.named_parameters())
+    before = adapter(second)
+    second.train()
+    assert not same(before, adapter(second))
 
 
 def test_a_warm_up_leaves_the_policy_bit_for_bit_and_trains_the_critic(tmp_path: Path) -> None:
