@@ -64,6 +64,8 @@ class RunSettings:
     modules_to_save: tuple[str, ...] = ()  # embedding and head, where they are trained whole beside LoRA
     saved_itemsize: int = 2  # bytes of a number of theirs, and of its gradient
     trained_rows: int = 0  # rows of embedding and head that are trained alone, in float32
+    logits: bool = True  # whether the head computes logits: not that of a reward model
+    own_head: bool = True  # whether a head that is not tied has a matrix of its own: not that of a reward model we load
 
     RANGES: ClassVar[dict[str, Rule]] = {
         **dict.fromkeys(("context", "num_generations", "lora_rank", "trained", "trained_bytes", "max_tokens",

@@ -80,6 +80,7 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
     on_device = 0 if settings.host_embedding else shape.host_bytes()
     states, of_critic = state_bytes(shape, settings)[0], critic_states(shape, settings)[0]
     bits = f"{8 * shape.word} bits"
+    head = table if shape.tied or settings.own_head else 0
     table_note = "the head is the same table" if shape.tied else bits
     table_note += "; that of each layer's own numbers in 16 bits" if shape.per_layer else ""
     on_base = settings.reward_adapter_bytes
@@ -96,7 +97,7 @@ def fixed_rows(shape: ModelShape, settings: RunSettings) -> list[PlanRow]:
         *([PlanRow("teacher", settings.teacher_bytes, settings.teacher_bytes, note="weights of another model")]
           if settings.teacher_bytes else []),
         PlanRow("embedding", on_device, on_device, note=where),
-        PlanRow("head", table, table, note=bits),
+        *([PlanRow("head", head, head, note=bits)] if head else []),
         PlanRow("adapters", lora, lora, note=f"{lora_text(shape, settings, adapted)}, float32"),
         *([PlanRow(SAVED, copies, copies, note=saved_text(shape, settings))] if saved or trained["away"] else []),
         *([PlanRow("reward adapters", on_base, on_base, note="of reward models on the same base")] if on_base else []),

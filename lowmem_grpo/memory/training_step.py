@@ -232,7 +232,8 @@ class StepShape:
     def head(self) -> Moment:
         """Return the moment of the output head: trained hidden states, U, and a chunk of logits in float32. If the head
         is trained, its backward pass has a float32 gradient in place of U, and logits and gradient of a tile of it."""
-        logits = 4 * min(self.settings.chunk_rows or self.tokens, self.tokens) * self.model.vocabulary
+        chunk = min(self.settings.chunk_rows or self.tokens, self.tokens)
+        logits = 4 * chunk * self.model.vocabulary * self.settings.logits
         kept = self.angles + (self.layers_kept() if self.whole_layers else 0)
         if not self.trains(HEAD):
             return {INPUTS: self.inputs(), LAYER: kept, STATES: 2 * self.hidden, CHUNK: logits}

@@ -50,7 +50,7 @@ def settings_of(model: FastPeftModel, config: TrainSettings, engine: str, contex
         lora_rank=max(int(lora["r"]), *(lora.get("rank_pattern") or {}).values(), 0),
         expert_lora=bool(of_experts), trained=sum(p.numel() for p in trained) or None,
         trained_bytes=sum(p.nbytes for p in trained) or None,
-        modules_to_save=tuple(whole), trained_rows=sum(map(len, rows)),
+        modules_to_save=tuple(whole), own_head=ends[HEAD] is not ends[EMBEDDING], trained_rows=sum(map(len, rows)),
         saved_itemsize=max((weight.element_size() for weight in whole.values()), default=2), form=form_of(base),
         checkpointing=checkpointing and (may_keep(model, config) or ("offload" if model.loaded.offload else True)),
         engine=VLLM if engine == VLLM else TRANSFORMERS,  # an engine of the user is planned like our own
@@ -162,7 +162,7 @@ def plan_training(
 ) -> MemoryPlan | None:
     """Plan a run on its GPU, and limit its micro-batches by the plan. Return None if there is no plan. `own` overrides
     fields of RunSettings. MemoryError if the host has no room for the offloaded layer inputs."""
-    own["keeps_reference"] = bool(policy.reference_adapter)
+    own |= {"keeps_reference": bool(policy.reference_adapter), "logits": len(policy.head.weight) > 1}
     if config.gradient_checkpointing is not False:
         checkpoint_again(model)
     settings = replace(settings_of(model, config, engine, context), **own)

@@ -3,6 +3,7 @@ and peft; and what cannot be trained, or used as a model of words, is refused by
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,15 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, HfAr
 
 from lowmem_grpo import FastLanguageModel, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTTrainer
 from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.memory.cards import device
+from lowmem_grpo.memory.model_shape import ModelShape
+from lowmem_grpo.memory.oom import RunMemory
+from lowmem_grpo.memory.rows import fixed_rows
+from lowmem_grpo.memory.training_step import CHUNK, StepShape
 from lowmem_grpo.models.packing import pack
 from lowmem_grpo.models.score_head import group_to_score, score_of_hidden
 from lowmem_grpo.runs.saved_adapter import AdapterError
+from lowmem_grpo.trainer import run_memory
 from lowmem_grpo.trainer.nonfinite import NonFiniteError
 from lowmem_grpo.utils import UnsupportedError
 from tests.attacks.small_run import StopAt, differences
@@ -236,3 +243,16 @@ def test_a_reward_model_is_not_sampled_from_merged_or_trained_as_a_model_of_word
     assert result.exit_code and "is a reward model" in result.output, result.output
     with pytest.raises(AdapterError, match="is a reward model"):
         FastLanguageModel.from_pretrained(str(tmp_path / "adapter"), load_in_4bit=False)
+
+
+def test_the_plan_counts_no_logits_and_no_head_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_memory, "this_card", lambda _: device("16GiB"))
+    trainer = make(tmp_path, model=str(shallow()))
+    found = run_memory.plan_training(RunMemory(), trainer.model, trainer.args, trainer.policy, "transformers", 128)
+    assert found is not None
+    shape, ours = replace(ModelShape.from_config(trainer.model.config), tied=False), found.settings
+    for settings, held in ((ours, 0), (replace(ours, logits=True, own_head=True), shape.table_bytes)):
+        assert sum(row.train for row in fixed_rows(shape, settings) if row.name == "head") == held
+        assert bool(StepShape(shape, settings, 128, 0).head()[CHUNK]) == bool(held)
