@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo import recipes
-from lowmem_grpo.config import distillation
+from lowmem_grpo.config import distillation, preferences
 from lowmem_grpo.config.grpo import GRPOConfig, check_weights
 from lowmem_grpo.config.loading import VLLM, EngineSettings, form_of_weights
 from lowmem_grpo.config.sampling import LATE, MEND
@@ -29,7 +29,7 @@ OWN_PROBLEMS = "the recipe {!r} makes its own problems; leave --dataset out, or 
 NO_EPISODES = ("the recipe {!r} has no episodes: one completion is the whole answer. Ask a question with lowmem-grpo "
                "generate \"...\", or measure with lowmem-grpo eval")
 OPTIONS_OF_EXAM = 5  # with this many positional arguments, `takes_source` and `play` may be among them
-FOOT = "Every field of GRPOConfig can be set too: learning_rate=1e-5, max_steps=50, num_generations=16, ..."
+FOOT = "Every field of {} can be set too: learning_rate=1e-5, max_steps=50, ..."
 SHARED = "RecipeOptions"  # the class of the options of every recipe
 Option = tuple[str, str, str, str]  # name, type, default, description
 PLAIN = {kind.__name__: kind for kind in (bool, int, float, str)}
@@ -50,7 +50,7 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     own = {option: TYPES.get(kind, Any) for option, (kind, _) in written.items()}
     if not own and owner != SHARED:
         return {}
-    config_class = getattr(distillation, named(tree, "SETTINGS"), GRPOConfig)
+    config_class = (vars(distillation) | vars(preferences)).get(named(tree, "SETTINGS"), GRPOConfig)
     made = make_dataclass("Asked", [(option, kind, field(default=None)) for option, kind in own.items()],
                           bases=(RecipeOptions,), namespace={"settings": config_class})
     asked: Any = fill(made, list(arguments))
@@ -168,7 +168,8 @@ def recipe_help(path: Path) -> str:
     presets = [preset_line(size, arguments) for size, arguments in preset_calls(tree).items()]
     parts = [ast.get_docstring(tree) or "", listed("Options of this recipe:", own.values()),
              listed("Options of every recipe:", shared),
-             "\n".join(["Presets, by the card's size in GiB (gpu=SIZE):", *presets]) if presets else "", FOOT]
+             "\n".join(["Presets, by the card's size in GiB (gpu=SIZE):", *presets]) if presets else "",
+             FOOT.format(named(tree, "SETTINGS") or "GRPOConfig")]
     return "\n\n".join(filter(None, parts))
 
 

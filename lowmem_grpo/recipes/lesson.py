@@ -26,6 +26,7 @@ from lowmem_grpo.runs.saved_adapter import last_good
 from lowmem_grpo.runs.views.console import any_console, print_accuracy, print_kinds, print_line, print_samples
 from lowmem_grpo.trainer.distributed import ranks
 from lowmem_grpo.trainer.lifecycle import update_summary
+from lowmem_grpo.trainer.parts import keep_start
 from lowmem_grpo.trainer.play import Play, episode_settings
 from lowmem_grpo.trainer.preflight.checks import refuse_errors
 from lowmem_grpo.utils import count_text
@@ -68,8 +69,9 @@ class Lesson:
     """A task to train on, and the test that shows whether it was learned."""
 
     name: str
-    train: Dataset | None
-    """Columns `prompt` and those that the rewards read; None where an environment makes its tasks of seeds."""
+    train: Dataset | Callable[[FastPeftModel], Dataset] | None
+    """Columns `prompt` and those that the rewards read, or a function that makes them once the model is loaded; None
+    where an environment makes its tasks of seeds."""
     rewards: RewardFunctions | Callable[[FastPeftModel], RewardFunctions]
     """Reward functions, or a function that makes them once the model is loaded."""
     test: Dataset | None = None
@@ -82,7 +84,7 @@ class Lesson:
     note: str = ""  # printed before the run begins
     facts: dict[str, Any] = field(default_factory=dict)  # further entries of summary.json
     new_tokens: tuple[str, ...] = ()  # added to the tokenizer; their rows are trained
-    trainer: type[GRPOTrainer] = GRPOTrainer
+    trainer: type[Any] = GRPOTrainer  # one whose constructor takes what GRPOTrainer's does, of what the lesson has
 
     def __post_init__(self) -> None:
         if (self.test is None) != (self.right is None):
@@ -120,6 +122,7 @@ def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
         if warmed is None:
             return trainer
         trainer.told |= warmed
+        keep_start(trainer.policy, setup.config)  # the trainer was made before
     result = trainer.train(resume_from_checkpoint=setup.resume or None)
     last = f"stopped at step {result.global_step}; the same command with resume=true goes on"
     if result.finished:
@@ -163,11 +166,13 @@ def is_done(trainer: GRPOTrainer, lesson: Lesson) -> bool:
 
 def load(setup: Setup, lesson: Lesson) -> tuple[FastPeftModel, GRPOTrainer]:
     model, tokenizer = load_model(setup, lesson.new_tokens)
-    play, rewards = lesson.play or Play(), reward_functions(lesson, model)
-    paid: dict[str, Any] = {"reward_funcs": rewards} if rewards else {}
-    return model, lesson.trainer(model=model, processing_class=tokenizer, args=setup.config, train_dataset=lesson.train,
-                                 tools=list(play.tools) or None, environment_factory=play.environment,
-                                 **paid)
+    rewards, play = reward_functions(lesson, model), lesson.play
+    given: dict[str, Any] = {"reward_funcs": rewards} if rewards else {}
+    if play is not None:
+        given |= {"tools": list(play.tools) or None, "environment_factory": play.environment}
+    rows = lesson.train(model) if callable(lesson.train) else lesson.train
+    return model, lesson.trainer(model=model, processing_class=tokenizer, args=setup.config, train_dataset=rows,
+                                 **given)
 
 
 def load_model(setup: Setup, new_tokens: Sequence[str] = ()) -> tuple[FastPeftModel, Any]:

@@ -54,7 +54,7 @@ class RecipeOptions:
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of GRPOConfig that differ from the recipe's settings."""
 
-    settings: ClassVar[type[GRPOConfig]] = GRPOConfig  # the class of the run's settings
+    settings: ClassVar[type[Any]] = GRPOConfig  # the class of the run's settings
     RANGES: ClassVar[dict[str, Rule]] = {
         "card_share": number("above 0 and at most 1", lambda value: 0 < value <= 1), "max_seq_length": at_least(2),
         "lora_rank": COUNT, "lora_alpha": POSITIVE, **dict.fromkeys(("train_size", "eval_problems"), up_to(MOST_ROWS)),

@@ -147,7 +147,7 @@ def fault(options: RecipeOptions, defaults: dict[str, Any], preset: Preset) -> s
         config = options.settings(**(defaults | preset.settings | options.config))
         longest_prompt(config.max_prompt_length, config.max_completion_length, context)
         check_stored(resolve(model), model, None, context, vision=True)
-        if config.use_vllm and options.engine == TRANSFORMERS:
+        if getattr(config, "use_vllm", False) and options.engine == TRANSFORMERS:
             return "use_vllm=true and engine=transformers contradict each other; leave one of them out"
         if (rate := config.embedding_learning_rate) is not None and "embedding_learning_rate" not in defaults:
             return (f"embedding_learning_rate is {rate}, and this recipe trains LoRA alone: leave it out, or give it "

@@ -157,8 +157,7 @@ def make_policy_parts(
     `keeps_reference` the policy keeps a KL reference even if beta is 0, because a single step may set another beta.
     `planned` has the fields of the memory plan about a teacher or critic."""
     policy = trained.policy
-    if config.kl_reference == "start" and (config.kl_weight or keeps_reference):
-        policy.keep_reference(config.sync_ref_model)
+    keep_start(policy, config, keeps_reference)
     memory, peaks = plan_memory(trained.model, config, policy, context, "max_completion_length", trained.ranks, engine,
                                 reward_models, planned)
     objective = objective_class(config, exact=not policy.drops)
@@ -174,6 +173,12 @@ def make_policy_parts(
     return PolicyParts(**vars(parts) | {
         "alarms": Alarms(parts.state, config.nothing_to_learn_steps, cache_dtype), "parity": parity,
         "planned_time": None if peaks.plan is None else PlannedTime(peaks.plan, trained.model.config)})
+
+
+def keep_start(policy: Policy, config: GRPOConfig, always: bool = False) -> None:
+    """Keep the policy as it is now as the KL reference, if the settings want one."""
+    if config.kl_reference == "start" and (config.kl_weight or always):
+        policy.keep_reference(config.sync_ref_model)
 
 
 def warn_of_settings(config: GRPOConfig) -> None:

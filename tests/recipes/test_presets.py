@@ -45,7 +45,7 @@ def test_every_preset_has_valid_settings_that_fit_its_context() -> None:
     assert [name for name, recipe in MODULES.items() if list(recipe.PRESETS) != ["cpu", *SIZES]] == ["arithmetic"]
     for name, size in EVERY:
         setup = setup_of(name, size)
-        assert setup.config.rounding() is None, (name, size)
+        assert name == "dpo" or setup.config.rounding() is None, (name, size)
         assert setup.config.max_completion_length + 256 <= setup.max_seq_length or setup.is_tiny, (name, size)
         assert 1 <= setup.lora_rank <= 64 and 1 <= setup.lora_alpha / setup.lora_rank <= 2, (name, size)
         assert setup.is_tiny == (size == "cpu" and name != "instructions"), (name, size)

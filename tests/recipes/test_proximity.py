@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from recipe_runs import run_well
+from recipe_runs import records, run_well
 
 from lowmem_grpo.recipes.proximity import (
     GOODS,
@@ -144,3 +144,10 @@ def test_the_format_is_taught_first_and_only_once(tmp_path: Path) -> None:
 def test_fine_tuning_can_be_left_out(tmp_path: Path) -> None:
     run_well("proximity", tmp_path, *FEW, "sft_steps=0")
     assert "sft_steps" not in summary_of(tmp_path) and not (tmp_path / "sft").exists()
+
+
+def test_the_policy_that_grpo_begins_with_after_fine_tuning_is_the_reference_of_its_kl_term(tmp_path: Path) -> None:
+    run_well("proximity", tmp_path, *FEW, "sft_steps=2", "beta=0.1")
+    assert records(tmp_path)[1]["kl"] == 0
+    run_well("proximity", tmp_path / "base", *FEW, "sft_steps=2", "beta=0.1", "kl_reference=base")
+    assert records(tmp_path / "base")[1]["kl"] > 0
