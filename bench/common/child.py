@@ -21,7 +21,7 @@ from bench.common.rows import versions
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")  # begins the last line of a traceback
-LOG = 3000  # characters that are kept of a process's stderr
+LOG = 3000  # characters that are kept of a process's stderr, or of a traceback
 PACKAGES = ("lowmem-grpo", "trl", "unsloth", "unsloth-zoo", "vllm", "vllm-cpu", "torch", "transformers", "peft",
             "bitsandbytes")  # whose versions a result names; a peer's environment has others than ours
 
@@ -45,7 +45,8 @@ def run(
 
 def call(name: str, given: dict[str, Any], peer: bool = False, **options: Any) -> dict[str, Any]:
     """Call a function, `module:function`, with `given` in a fresh process; return its result, or `missing` with the
-    reason if it needs an engine that is not installed. Any error of a peer is such a reason. `options` are `run`'s."""
+    reason, and where it was raised (`log`), if it needs an engine that is not installed. Any error of a peer is such a
+    reason. `options` are `run`'s."""
     return run("bench.common.child", name, json.dumps(given, default=str), "peer" if peer else "", **options)
 
 
@@ -57,8 +58,8 @@ def main(name: str, given: str, peer: str) -> None:
     except Exception as error:
         if not peer and type(error).__name__ != "EngineUnavailableError":
             raise
-        traceback.print_exc()
-        found = {"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]}
+        found = {"missing": f"{type(error).__name__}: {' '.join(str(error).split())}"[:400],
+                 "log": traceback.format_exc()[-LOG:]}
     print("\n" + json.dumps(found | {"versions": versions(PACKAGES)}), flush=True)
     sys.stderr.flush()
     os._exit(0)  # what a peer leaves running must not delay the next one

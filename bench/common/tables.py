@@ -81,9 +81,10 @@ def measure_each(names: Iterable[str], run: Callable[[str], Row], row_of: Callab
         found = run(name)
         rows.append(row_of(name, found))
         leave(rows[-1], output, as_json)
+        if "missing" in found:
+            click.echo(found.get("log") or found["missing"], err=True)
         if found.get("failed") and not is_peer(name):
             failed.append(name)
-            click.echo(found.get("log") or found["missing"], err=True)
     console.print(terminal(None, list(columns), (cells(row, columns) for row in rows if not row.get("missing"))))
     for row in rows:
         if row.get("missing"):

@@ -66,7 +66,18 @@ def vllm_works(device: str) -> tuple[Any, Any]:
     return y.float(), x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-PROBES = {"triton": (triton_works, 1e-5), "bitsandbytes": (four_bit_works, 1.0), "vllm": (vllm_works, 0.05)}
+def vllm_bnb_works(device: str) -> tuple[Any, Any]:
+    """Raise unless this vLLM reads bitsandbytes' weights by itself; newer versions do not. Ours never needs it."""
+    import torch
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    if "bitsandbytes" not in QUANTIZATION_METHODS:
+        raise LookupError("this vLLM has no way of its own to read bitsandbytes' weights")
+    return torch.zeros(1), torch.zeros(1)
+
+
+PROBES = {"triton": (triton_works, 1e-5), "bitsandbytes": (four_bit_works, 1.0), "vllm": (vllm_works, 0.05),
+          "vllm_bnb": (vllm_bnb_works, 1.0)}
 
 
 def tried(probe: Callable[[str], tuple[Any, Any]], limit: float, device: str) -> str:

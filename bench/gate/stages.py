@@ -185,7 +185,8 @@ def rollouts_of(setup: Setup, seconds: dict[str, int], stage: str = "rollout", s
     needs = ("bitsandbytes", "bf16", "vllm")
     room = (f"card_gib:{40}", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
     return [Piece(f"{stage}/{name}", script("rollout.bench", *common, "--provider", name), least=least,
-                  needs=(*needs, *room), sleeps=True) for name, least in seconds.items()]
+                  needs=(*needs, *(("vllm_bnb",) if name == "vllm_bnb_lora" else ()), *room), sleeps=True)
+            for name, least in seconds.items()]
 
 
 def switches(setup: Setup) -> list[Piece]:
@@ -218,7 +219,7 @@ def rivals(setup: Setup) -> list[Piece]:
     engine in 16 bits, and peers with micro-batches of 8; then sampling alone."""
     seconds = {"lowmem_grpo": 60, "trl": 140, "lowmem_grpo_16bit": 50, "trl_nf4": 140, "unsloth": 130}
     chosen = {CPU: ["lowmem_grpo_16bit"], PRETEND: [name for name in seconds if name != "lowmem_grpo_16bit"]}
-    many = ("--prompts", "8", "--peer-batch", "8", "--steps", "2") if setup.form == CARD else ("--steps", "1")
+    many = ("--prompts", "8", "--peer-batch", "8", "--steps", "2") if setup.form != CPU else ("--steps", "1")
     steps = [loop_piece(setup, "rivals", name, seconds[name], "3b", *many) for name in chosen.get(setup.form, seconds)]
     sampling = {"vllm_bf16_lora": 80, "lowmem_grpo": 50} if setup.form == CARD else {}
     return [*steps, *rollouts_of(setup, sampling, "rivals/sampling", "3b")]
@@ -243,7 +244,7 @@ def loop_piece(setup: Setup, stage: str, provider: str, least: int, shape: str =
 
 
 OURS = {"lowmem_grpo": ("bitsandbytes", "vllm"), "lowmem_grpo_16bit": ("bitsandbytes",)}
-PEERS = {"trl": ("trl", "vllm"), "trl_nf4": ("trl", "vllm", "bitsandbytes"), "unsloth": ("unsloth",),
+PEERS = {"trl": ("trl", "vllm"), "trl_nf4": ("trl", "vllm", "bitsandbytes", "vllm_bnb"), "unsloth": ("unsloth",),
          "trl_transformers": ("trl",), "lowmem_grpo_transformers": ("bitsandbytes",)}
 
 

@@ -22,7 +22,7 @@ from bench.gate.stages import CARD, CPU, PRETEND, STAGES, Piece, Setup
 
 ROOT = Path(__file__).parents[2]
 FORMS = (CARD, PRETEND, CPU)
-WORKS = dict.fromkeys(("triton", "bitsandbytes", "datasets", "vllm", "trl", "unsloth"), "works")
+WORKS = dict.fromkeys(("triton", "bitsandbytes", "datasets", "vllm", "vllm_bnb", "trl", "unsloth"), "works")
 FACTS = {"gpu": "NVIDIA H200", "cpu": "a CPU", "cores": 16, "capability": [9, 0], "bf16": True, "card_gib": 139.8,
          "host_gib": 120.0, "disk_gib": 60.0, "works": WORKS, "versions": {"torch": "2.11.0"}, "commit": "abc",
          "date": "2026-01-01", "driver": "580"}
@@ -64,6 +64,7 @@ def test_every_stage_has_pieces_of_ten_minutes_at_most_on_every_kind_of_machine(
     ({"works": WORKS | {"bitsandbytes": "broken"}}, ["tests/package on_card.trainer", "kernels/nf4_linear"], "broken"),
     ({"works": WORKS | {"vllm": "not installed"}}, ["tests/vllm on_card.vllm", "rollout/lowmem_grpo"], "not installed"),
     ({"works": {k: v for k, v in WORKS.items() if k != "unsloth"}}, ["peers/unsloth"], "unsloth: not installed"),
+    ({"works": WORKS | {"vllm_bnb": "LookupError: too new"}}, ["rivals/trl_nf4", "rollout/vllm_bnb_lora"], "too new"),
     ({"card_gib": 14.6}, ["memory/step-16", "memory/step-24", "rollout/lowmem_grpo"], "the card has 14.6 GiB"),
     ({"host_gib": 4.0}, ["memory/step-16"], "4.0 GiB of host memory are free, 14 are needed"),
     ({"disk_gib": 3.0}, ["rollout/vllm_bf16_lora", "loop/lowmem_grpo"], "3.0 GiB of disk are free"),

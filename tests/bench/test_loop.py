@@ -123,11 +123,13 @@ def test_without_time_for_a_second_step_the_first_is_the_timed_one(
 
 
 def test_an_error_of_ours_is_a_failure_and_one_of_a_peer_or_of_a_missing_engine_is_a_reason(tmp_path: Path) -> None:
+    """Each says where it was raised: a card is not lent a second time to find that out."""
     (tmp_path / "broken.py").write_text("def run(kind): raise type(kind, (Exception,), {})('no\\nroom')")
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
 
     def missing(kind: str, peer: bool = False) -> tuple[str, bool]:
         found = child.call("broken:run", {"kind": kind}, peer, settings=path)
+        assert "broken.py\", line 1, in run" in found["log"]
         return found["missing"], "failed" in found
 
     assert missing("OutOfMemoryError", peer=True) == ("OutOfMemoryError: no room", False)
@@ -193,7 +195,7 @@ def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_comma
         if provider == broken:
             return {"missing": "ended with 1: no room", "failed": True}
         if provider == "unsloth":
-            return {"missing": "ModuleNotFoundError: No module named 'unsloth'"}
+            return {"missing": "ModuleNotFoundError: No module named 'unsloth'", "log": "peers.py, line 9"}
         return {"steps": [{"seconds": {"generate": 1.0, "train": 1.0}}], "tokens": [128, 128], "warm_up": 1}
 
     monkeypatch.setattr(loop, "run", run)
@@ -205,7 +207,7 @@ def test_each_row_is_kept_at_once_and_only_a_failure_of_ours_is_one_of_the_comma
         (broken, True, "mine"), ("unsloth", True, "mine"), (OURS, False, "mine")
     ]
     assert f"{broken} is missing: ended with 1: no room" in done.output
-    assert ("failed; see above" in done.output) == bool(code)
+    assert ("failed; see above" in done.output) == bool(code) and "peers.py, line 9" in done.output
 
 
 # Real steps
