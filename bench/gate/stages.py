@@ -15,6 +15,7 @@ from bench.smoke.variants import VARIANTS
 BENCH = Path(__file__).resolve().parents[1]
 TESTS = BENCH.parent / "tests"
 LONGEST = 600  # seconds that a piece may take at most
+PATIENT = 3 * LONGEST  # on a pretend card, where a machine of two cores may have other work
 CARD, PRETEND, CPU = "card", "pretend", "cpu"  # full size; full size only where memory is measured; tiny
 # a test file that holds tests marked `gpu`, and one that holds some with vLLM
 ON_A_CARD = re.compile(r"^from card import .*\b(gpu|DEVICES|on_both)\b|mark\.gpu", re.MULTILINE)
@@ -237,10 +238,10 @@ def loop_piece(setup: Setup, stage: str, provider: str, least: int, shape: str =
     is stopped, and leaves the row of the steps that it has made."""
     common = (*setup.sizes(shape), "--run", setup.run, *(options or ("--steps", "1")), *setup.rows("loop"))
     room = ("card_gib:24", "disk_gib:20", "host_gib:20") if setup.form == CARD else ()
-    limit = min(LONGEST, 100 + 2 * least) if setup.form == CARD else LONGEST
+    limit = {CARD: min(LONGEST, 100 + 2 * least), PRETEND: PATIENT, CPU: LONGEST}[setup.form]
     return Piece(f"{stage}/{provider}", script("loop.bench", *common, "--time-limit", str(limit - 30), "--provider",
                                                provider),
-                 limit, least, needs=("bf16", *(PEERS | OURS)[provider], *room))
+                 min(limit, LONGEST), least, needs=("bf16", *(PEERS | OURS)[provider], *room))
 
 
 OURS = {"lowmem_grpo": ("bitsandbytes", "vllm"), "lowmem_grpo_16bit": ("bitsandbytes",)}

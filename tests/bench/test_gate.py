@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench.common.rows import append_row, read_rows
-from bench.gate import bench, last_page
+from bench.gate import bench, last_page, runner
 from bench.gate.bench import CALLS, DEFAULT, ENGINE, SECONDS_OF_A_CALL, Gate, earlier, ordered, times
 from bench.gate.runner import Outcome, attempt, environment, pytest_verdict, why_not
 from bench.gate.stages import CARD, CPU, PRETEND, STAGES, Piece, Setup
@@ -135,6 +135,21 @@ def test_a_piece_that_is_stopped_leaves_no_child_behind_and_its_last_words_are_t
     assert (found.status, found.reason) == ("failed", f"stopped after {allowed} s; began")
     assert heard() == b"", "the child has ended"
     os.close(pipe)
+
+
+def test_on_a_pretend_card_a_piece_gets_half_an_hour_and_its_loop_ends_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside other programs, TRL's step and ours were stopped there after ten minutes, before they had begun."""
+    allowed = list[float]()
+    monkeypatch.setattr(runner, "run", lambda command, log, seconds, settings: allowed.append(seconds))
+    for form in (PRETEND, CARD):
+        (piece,) = [piece for piece in STAGES["rivals"](setup(tmp_path, form)) if piece.name == "rivals/trl"]
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        (tmp_path / "logs" / "rivals-trl.log").touch()
+        attempt(piece, setup(tmp_path, form), 9999, "abc")
+        assert float(piece.command[piece.command.index("--time-limit") + 1]) < allowed[-1]
+    assert allowed == [1800, 380]
 
 
 def test_a_piece_whose_rows_all_lack_figures_measured_nothing(tmp_path: Path) -> None:
