@@ -57,7 +57,8 @@ def attempt(piece: Piece, setup: Setup, left: float, commit: str) -> Outcome:
     code = run(piece.command, log, allowed, environment(piece, setup))
     seconds = time.monotonic() - begin
     if code is None:
-        return outcome(CUT_OFF if left < longest else FAILED, seconds, f"stopped after {allowed:.0f} s; {last_line(log)}")
+        status = CUT_OFF if left < longest else FAILED
+        return outcome(status, seconds, f"stopped after {allowed:.0f} s; {last_line(log)}")
     status, reason = verdict(piece, setup, code, log)
     made = rows_of(piece)[before:]
     if status == PASSED and made and all(row.get("missing") for row in made):
