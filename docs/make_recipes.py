@@ -301,7 +301,7 @@ def docs_of(kind: type) -> dict[str, str]:
 
 
 def draw(row: dict[str, Any], path: Path) -> None:
-    """Mean reward and the share of groups with signal, or what is measured with a teacher, step by step."""
+    """Mean reward and the share of groups with signal, or the row's own curves, step by step."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -309,13 +309,15 @@ def draw(row: dict[str, Any], path: Path) -> None:
 
     matplotlib.rcParams["svg.hashsalt"] = row["recipe"]  # the same rows give the same file
     figure, (rewards, shares) = pyplot.subplots(1, 2, figsize=(7.8, 3.0), layout="constrained")
-    taught = "divergence" in row
-    paid = row["divergence"] if taught else [math.nan if reward is None else reward for reward in row["rewards"]]
-    curve_on(rewards, paid, LINES[0], "divergence from the teacher, nats a token" if taught else "mean reward")
-    if taught:
-        curve_on(shares, row["entropy"], LINES[1], "entropy, nats a token")
-    else:
-        curve_on(shares, row["groups_with_signal"], LINES[1], "share of groups with signal")
+    taught = {"divergence from the teacher, nats a token": row["divergence"], "entropy, nats a token": row["entropy"]} \
+        if "divergence" in row else None
+    own = row.get("curves", taught) or {
+        "mean reward": [math.nan if reward is None else reward for reward in row["rewards"]],
+        "share of groups with signal": row["groups_with_signal"]}
+    paid, beside = own.values()
+    for axis, values, colour, title in zip((rewards, shares), (paid, beside), LINES, own, strict=False):
+        curve_on(axis, values, colour, title)
+    if "mean reward" in own:
         known = [reward for reward in paid if not math.isnan(reward)]
         rewards.set_ylim(min([0.0, *known]), 1.05 * max([1.0, *known]))
         shares.set_ylim(0, 1.02)

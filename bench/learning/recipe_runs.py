@@ -23,11 +23,16 @@ from bench.common import options
 from bench.common.rows import append_row, machine
 from lowmem_grpo.recipes import RECIPES
 
+CURVES = {  # of runs that have both of these metrics: their titles
+    ("rewards/accuracies", "rewards/margins"): ("share of pairs in the right order", "margin of a pair"),
+    ("rewards/number_match/mean", "critic/explained_variance"): ("share of right answers",
+                                                                 "share of variance that the critic explains"),
+}
 ERRORS = 2.0  # accuracy must rise by this many standard errors of the difference
 NEEDS = {"code": "isolation", "gsm8k": "dataset"}  # recipes that may fail, and what a machine lacks then
 SUMMARY = ("accuracy_before", "accuracy_after", "accuracy_after_sft", "taught_format_before", "taught_format_after_sft",
-           "taught_format_after", "kinds", "eval_problems", "steps", "sft_steps", "seed", "train_seconds", "status",
-           "model")
+           "taught_format_after", "pairs_in_order", "kinds", "eval_problems", "steps", "sft_steps", "seed",
+           "train_seconds", "status", "model")
 
 
 def run_recipe(name: str, folder: Path, words: list[str], time_limit: float) -> dict[str, Any]:
@@ -66,10 +71,13 @@ def measured(folder: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step_time" in line]  # the others are of evaluations
     taught = [line for line in steps if "distillation/divergence" in line]
+    curves = [{title: [line[name] for line in steps] for name, title in zip(names, titles, strict=True)}
+              for names, titles in CURVES.items() if steps and {*names} <= steps[0].keys()]
     return {
         **{name: summary[name] for name in SUMMARY if name in summary},
         **({"divergence": [line["distillation/divergence"] for line in taught],
             "entropy": [line["entropy"] for line in taught]} if taught else {}),
+        **({"curves": curves[0]} if curves else {}),
         "rewards": [line.get("reward") for line in steps],  # None where a judge failed, for example
         "groups_with_signal": [line.get("groups/signal_share", 0.0) for line in steps],
         "repetition": [line.get("completions/repetition") for line in steps],
