@@ -162,6 +162,8 @@ class RewardConfig(RowsOfSides):
     """The end token to set in the tokenizer; None keeps its own. It ends texts that no chat template ends."""
     dataset_num_proc: int | None = None
     """Number of processes with which TRL prepares the rows; it changes nothing here."""
+    remove_unused_columns: bool = True
+    """TRL's; only the columns that are trained on are read, whatever it is."""
 
     unsupported = FIXED
     renamed = RENAMED | {"max_seq_length": "max_length"}

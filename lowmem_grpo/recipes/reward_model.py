@@ -107,7 +107,7 @@ def in_form(completions: list[Any], steps: list[int], **kwargs: Any) -> list[flo
             for lines, count in zip(read, steps, strict=True)]
 
 
-EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), in_form, max_tokens=128)
+EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), in_form, max_tokens=128, tiny_max_tokens=64)
 
 
 def trained_judge(setup: Setup, pairs: int) -> tuple[Path, dict[str, Any]]:

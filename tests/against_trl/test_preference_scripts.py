@@ -139,7 +139,7 @@ def test_trls_script_runs(name: str, kind: str, rows: list[dict[str, Any]], meas
              f"--lora_target_modules all-linear --output_dir {tmp_path / 'out'} --max_steps 2 --learning_rate 1e-3 "
              "--per_device_train_batch_size 4 --gradient_accumulation_steps 1 --logging_steps 1 --eval_strategy steps "
              "--eval_steps 2 --report_to none --warmup_steps 0.1 --logging_first_step "
-             + ("--lora_task_type SEQ_CLS" if kind == "Reward" else "--no_remove_unused_columns"))
+             + "--no_remove_unused_columns" + " --lora_task_type SEQ_CLS" * (kind == "Reward"))
     done = subprocess.run([sys.executable, str(tmp_path / "script.py"), *words.split()], capture_output=True, text=True,
                           check=False, timeout=600, env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr[-3000:]

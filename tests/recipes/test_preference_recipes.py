@@ -82,6 +82,7 @@ def test_a_run_trains_its_judge_and_then_the_policy_on_its_scores(tmp_path: Path
     summary, line = records(tmp_path / "a")
     assert summary["paid_by"] == "reward_model" and 0 <= summary["pairs_in_order"] <= 1
     assert "rewards/judge/mean" in line
+    assert "adapter" in invoke_well("eval", tmp_path / "a", "--recipe", "reward_model", "--limit", "4").output
 
 
 @pytest.mark.slow
