@@ -233,8 +233,8 @@ def curve(name: str) -> list[str]:
     if not rows:
         return []
     row = rows[-1]
-    what = "Divergence" if "divergence" in row else "Mean reward"
-    return ["", f"![{what} of {row['steps']} steps](recipes/{name}.svg)"]
+    what = next(iter(row.get("curves", {"divergence" if "divergence" in row else "mean reward": []})))
+    return ["", f"![{what.capitalize()} of {row['steps']} steps](recipes/{name}.svg)"]
 
 
 def pictured(row: dict[str, Any]) -> bool:

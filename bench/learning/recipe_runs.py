@@ -26,7 +26,7 @@ from lowmem_grpo.recipes import RECIPES
 CURVES = {  # of runs that have both of these metrics: their titles
     ("rewards/accuracies", "rewards/margins"): ("share of pairs in the right order", "margin of a pair"),
     ("rewards/number_match/mean", "critic/explained_variance"): ("share of right answers",
-                                                                 "share of variance that the critic explains"),
+                                                                 "variance that the critic explains"),
 }
 ERRORS = 2.0  # accuracy must rise by this many standard errors of the difference
 NEEDS = {"code": "isolation", "gsm8k": "dataset"}  # recipes that may fail, and what a machine lacks then

@@ -22,6 +22,7 @@ from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import ProblemOptions
 from lowmem_grpo.recipes.presets import Preset, Presets, Setup, on_cards, prepare
 from lowmem_grpo.recipes.proximity import RIGHT, STEPS, WORDS, make_dataset
+from lowmem_grpo.rollout.assessment import TOGETHER, parts, seeded
 from lowmem_grpo.runs.records import replace_text, to_line
 from lowmem_grpo.utils import at_least
 
@@ -75,9 +76,10 @@ def own_pairs(model: FastPeftModel, problems: Dataset, options: DPOOptions, setu
         return Dataset.from_list([*map(json.loads, file.read_text(encoding="utf-8").splitlines())])
     params = SamplingParams(n=options.answers, temperature=1.0, max_tokens=config.max_completion_length,
                             seed=config.seed)
+    outputs = [output for part, number in parts(problems["prompt"], params, TOGETHER)
+               for output in model.fast_generate(part, seeded(params, number).of_call(len(part)))]
     rows = []
-    for problem, output in zip(problems, model.fast_generate(problems["prompt"], params.of_call(len(problems))),
-                               strict=True):
+    for problem, output in zip(problems, outputs, strict=True):
         ended = dict.fromkeys(one.text.strip() for one in output.outputs if one.finish_reason == "stop")
         rows += pairs_of(problem, [*ended], options.most_pairs)
     if not rows:
