@@ -130,10 +130,10 @@ def test_a_judge_orders_held_out_pairs_and_its_scores_alone_teach_the_policy_a_f
 
 @pytest.mark.slow
 def test_a_critic_learns_what_prompts_are_paid_and_the_policy_what_answers_are(tmp_path: Path) -> None:
-    summary = whole_run("ppo", tmp_path, "max_steps=28")
+    summary = whole_run("ppo", tmp_path)
     explained = [line["critic/explained_variance"] for line in lines(tmp_path / "metrics.jsonl") if "step_time" in line]
     assert max(explained[:5]) < 0.2 and min(explained[-4:]) > 0.4
-    assert summary["accuracy_after"] > summary["accuracy_before"]
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.15
 
 
 def whole_run(name: str, folder: Path, *words: str) -> dict[str, Any]:
