@@ -54,4 +54,4 @@ def extract(folder: Path) -> None:
     (packed,) = folder.glob("*.tgz")
     assert hashlib.sha256(packed.read_bytes()).hexdigest() == SHA256, f"{PACKAGE} {VERSION} is another file than before"
     with tarfile.open(packed) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # new in 3.11.4
