@@ -24,6 +24,7 @@ from lowmem_grpo.recipes.presets import Preset, Presets, Setup, on_cards, prepar
 from lowmem_grpo.recipes.proximity import RIGHT, STEPS, WORDS, make_dataset
 from lowmem_grpo.rollout.assessment import TOGETHER, parts, seeded
 from lowmem_grpo.runs.records import replace_text, to_line
+from lowmem_grpo.trainer.distributed import ranks
 from lowmem_grpo.utils import at_least
 
 SETTINGS = DPOConfig
@@ -94,5 +95,9 @@ def run(options: DPOOptions) -> None:
     setup = prepare(options, DEFAULTS, PRESETS)
     task, seed = STEPS if setup.is_tiny else WORDS, setup.config.seed
     problems = make_dataset("train", options.train_size, seed, task)
-    teach(setup, Lesson("dpo", lambda model: own_pairs(model, problems, options, setup), [],
+
+    def pairs(model: FastPeftModel) -> Dataset:
+        return ranks().first("the pairs", lambda: own_pairs(model, problems, options, setup))  # the same in all ranks
+
+    teach(setup, Lesson("dpo", pairs, [],
                         make_dataset("test", options.eval_problems, seed, task), RIGHT, trainer=DPOTrainer))

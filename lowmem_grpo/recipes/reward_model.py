@@ -130,6 +130,7 @@ def trained_judge(setup: Setup, pairs: int) -> tuple[Path, dict[str, Any]]:
 
 
 def run(options: RewardModelOptions) -> None:
+    """Train the reward model, unless the rule pays, and then the policy. ValueError for settings that do not fit."""
     setup = prepare(options, DEFAULTS, PRESETS)
     seed, by_rule = setup.config.seed, options.paid_by == "verifier"
     folder, facts = (Path(), {}) if by_rule else trained_judge(setup, options.pairs)
