@@ -1,6 +1,7 @@
 """Models and prompts for tests with vLLM's engine: small random ones of every family, in 16, 32 and 4 bits, and small
 layers of both sides of a loan."""
 
+import copy
 import os
 import random
 import shutil
@@ -13,11 +14,14 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # before vllm is imported
 
+import bitsandbytes as bnb
 import numpy as np
 import pytest
 import torch
 from card import CPU
+from card_runs import values_of
 from families import family_model
+from fp8_weights import dequantized
 from nvfp4_weights import rewrite_in_nvfp4
 from small_models import HYBRIDS, TINY, scatter, shallow, with_adapter
 from torch import Tensor, nn
@@ -44,6 +48,7 @@ NEEDS_VLLM = [
 CONTEXT = 512
 LONG = [number % 500 + 3 for number in range(300)]  # whole blocks of vLLM's cache, and part of one
 SAME = 1e-5  # mean |difference| of log-probabilities in float32
+LUCK = 1.3  # by which the errors of two implementations in 16 bits may differ over few tokens
 OTHER = 1e-3  # what an adapter that moved changes, at least
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 Groups = list[list[Rollout]]
@@ -129,6 +134,43 @@ def differences(
     batches = [batch.to(policy.device) for batch in packed]
     with torch.no_grad():
         return torch.cat([policy.logprobs(b, temperature)[0] - b.at_trained(b.rollout_logprobs) for b in batches])
+
+
+def bound_of(policy: Policy, prompts: list[list[int]], groups: Groups) -> float:
+    """What the mean |difference| of the sampler from the trainer may be.
+
+    In 16 bits that depends on the family and on the processor: two computations that are each as far from float64 as
+    plain transformers, on the same weights and in the same precision, are √2 of that apart where they round
+    independently.
+    """
+    if policy.dtype == torch.float32:
+        return SAME
+    twin = plain_copy(policy.model)
+    rounded = teacher_forced(twin, prompts, groups)
+    return LUCK * 2 ** 0.5 * (rounded - teacher_forced(twin.double(), prompts, groups)).abs().mean().item()
+
+
+def plain_copy(model: nn.Module) -> Any:
+    """A copy with plain layers in place of quantized ones, which hold the same values."""
+    twin = dequantized(copy.deepcopy(model))
+    for path, module in list(twin.named_modules()):
+        if isinstance(module, bnb.nn.Linear4bit):
+            plain = nn.Linear(module.in_features, module.out_features, module.bias is not None)
+            plain.weight, plain.bias = nn.Parameter(values_of(module.weight), requires_grad=False), module.bias
+            twin.set_submodule(path, plain)
+    return twin
+
+
+@torch.no_grad()
+def teacher_forced(model: Any, prompts: list[list[int]], groups: Groups) -> Tensor:
+    """The log-probability of each sampled token by plain transformers; completions of a prompt are of one length."""
+    found = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        ids = torch.tensor([prompt + rollout.completion_ids for rollout in group])
+        logits = model(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1:-1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        found.append(logits.log_softmax(-1).gather(-1, ids[:, len(prompt):, None]).flatten())
+    return torch.cat(found)
 
 
 def held_by(model: nn.Module) -> list[tuple[str, Tensor]]:
