@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.runs.views.terminal import UserPath, echo, plain_errors, quiet, was_given
 from lowmem_grpo.utils import is_gguf
 
@@ -39,10 +40,11 @@ class Candidate:
 
 @click.command(name="eval", short_help="Measure how often a model or an adapter is right.")
 @click.argument("target", type=UserPath(str))
+@click.argument("options", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--adapter", type=UserPath(),
               help="Folder of a run, a checkpoint or a saved adapter, if TARGET is a model.")
 @click.option("--recipe", help="Use the held-out problems of a recipe or of your own ./FILE.py, and what it counts "
-              "as right.")
+              "as right.  [default: that of the run]")
 @click.option("--dataset", type=UserPath(str),
               help="A jsonl, json, csv or parquet file, or a dataset on the hub.")
 @click.option("--split", default="test", show_default=True, help="Split of a hub dataset.")
@@ -52,7 +54,7 @@ class Candidate:
               "the mean of each further one is reported.")
 @click.option("--samples", "-n", default=1, show_default=True, help="Number of answers to each prompt.")
 @click.option("--limit", type=click.IntRange(1),
-              help="Most prompts.  [default: the recipe's number, or the whole dataset]")
+              help="Most prompts.  [default: the run's or the recipe's number, or the whole dataset]")
 @click.option("--k", "ks", multiple=True, type=click.IntRange(1),
               help="k of pass@k; may be given several times.  [default: 1, 2, 4 ... up to --samples]")
 @click.option("--temperature", default=1.0, show_default=True)
@@ -60,7 +62,7 @@ class Candidate:
               help=f"Longest answer.  [default: as in training, the recipe's, or {MAX_TOKENS}]")
 @click.option("--max-seq-length", type=click.IntRange(1), help="Longest prompt and answer together.  [default: "
               f"{CONTEXT}, or {PROMPT_ROOM} more than the longest answer]")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", type=int, help="[default: that of the run, or 0]")
 @click.option("--load-in-4bit/--16bit", "load_in_4bit", default=None,
               help="How the base model is held.  [default: as in training, else 16 bit]")
 @click.option("--fp8", "load_in_fp8", is_flag=True, help="The same: in FP8, a scale for each row.")
@@ -74,10 +76,14 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     """Test TARGET on prompts with known answers. TARGET is a model (hub name or folder), a run, a checkpoint or an
     adapter.
 
-    With an adapter, the base model and the adapter answer the same prompts. All answers are written to eval.json."""
+    With an adapter, the base model and the adapter answer the same prompts. All answers are written to eval.json. A run
+    is tested on the problems of its own recipe, with the options with which it was started; KEY=VALUE, as in
+    `lowmem-grpo run`, gives other options of the recipe."""
+    with plain_errors():
+        chosen["recipe"] = chosen["recipe"] or (None if chosen["dataset"] else recipe_of(chosen["adapter"] or target))
     check_source(chosen)
     with plain_errors():
-        from lowmem_grpo.cli.options import check_adapter, check_data, check_exam, check_model
+        from lowmem_grpo.cli.options import check_adapter, check_data, check_exam, check_model, check_words
         from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.config.sampling import SamplingParams
         from lowmem_grpo.data.files import check_prompt_column, columns_of, is_file_name
@@ -87,6 +93,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
         SamplingParams(n=chosen["samples"], temperature=chosen["temperature"])  # raises for invalid values
         if chosen["recipe"]:
             check_exam(chosen["recipe"], chosen["dataset"])
+            check_words(chosen["recipe"], chosen["options"])
         for name in chosen["rewards"]:
             refuse_unknown(name)
         form_of_weights(chosen["load_in_4bit"], False, chosen["load_in_fp8"])  # raises if both are set
@@ -124,6 +131,8 @@ def check_source(chosen: dict[str, Any]) -> None:
         raise click.UsageError("name the problems: --recipe NAME, or --dataset FILE with --reward NAME")
     if not chosen["recipe"] and not chosen["rewards"]:
         raise click.UsageError("--dataset needs --reward NAME: the function that says what a right answer is")
+    if chosen["options"] and not chosen["recipe"]:
+        raise click.UsageError(f"{chosen['options'][0]} is for the problems of a recipe: give --recipe NAME with it")
     for name in ("split", "prompt_column"):
         if chosen["recipe"] and was_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} has no effect beside --recipe, which reads splits and "
@@ -131,6 +140,19 @@ def check_source(chosen: dict[str, Any]) -> None:
                                    "without --recipe")
     if too_large := [k for k in chosen["ks"] if k > chosen["samples"]]:
         raise click.UsageError(f"--k {too_large[0]} needs at least as many answers: --samples {too_large[0]}")
+
+
+def recipe_of(place: str | Path) -> str | None:
+    """Return the recipe of the package that trained the run, checkpoint or adapter in a folder; None if there is none.
+    click.UsageError for a recipe file, which is not run unasked."""
+    from lowmem_grpo.runs.saved_adapter import read_summary
+
+    folder = Path(place).absolute()
+    name = (read_summary(folder) or read_summary(folder.parent)).get("recipe")
+    if isinstance(name, str) and name not in RECIPES:
+        raise click.UsageError(f"{place} was trained with the recipe {name} of your own: name its file, such as "
+                               f"--recipe ./{name}.py")
+    return name if isinstance(name, str) else None
 
 
 def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, load_in_fp8: bool = False) -> Candidate:
@@ -160,6 +182,7 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
     from lowmem_grpo.rollout.assessment import answer
     from lowmem_grpo.runs.accuracy import answered_rows, compared, described, powers_of_two
 
+    chosen = chosen | {"seed": seed_of(subject, chosen)}
     rows, functions, max_tokens, play = problems(subject, chosen)
     params = SamplingParams(n=chosen["samples"], temperature=chosen["temperature"], max_tokens=max_tokens,
                             seed=chosen["seed"])
@@ -174,7 +197,7 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
         "model": subject.model, "revision": subject.revision,
         "adapter_folder": None if subject.adapter is None else str(subject.adapter),
         "load_in_4bit": subject.load_in_4bit, "load_in_fp8": subject.load_in_fp8,
-        "recipe": chosen["recipe"], "dataset": chosen["dataset"],
+        "recipe": chosen["recipe"], "options": list(chosen["options"]), "dataset": chosen["dataset"],
         "prompts": len(rows), "samples": params.n, "temperature": params.temperature, "max_tokens": max_tokens,
         "seed": params.seed, **{name: described(answers, ks) for name, answers in measured.items()},
         **({"difference": compared(measured["base"], measured["adapter"])} if len(measured) > 1 else {}),
@@ -189,14 +212,13 @@ def summary_of(subject: Candidate) -> dict[str, Any]:
     return {} if subject.adapter is None else read_summary(subject.adapter.absolute().parent)
 
 
-def source_of_run(subject: Candidate, recipe: str) -> str | None:
-    """Return the dataset with which the recipe's run was started, and print it; None if unknown."""
-    summary = summary_of(subject)
-    source = summary.get("dataset")
-    if not isinstance(source, str) or summary.get("recipe") != recipe:
-        return None
-    echo(f"problems of {source}, with which the run was started; --dataset names others", err=True)
-    return source
+def seed_of(subject: Candidate, chosen: dict[str, Any]) -> int:
+    """Return the seed that was asked for, or with which a run of this recipe was started; else 0."""
+    from lowmem_grpo.recipes.eval_task import recorded_by
+
+    asked, recipe = chosen["seed"], chosen["recipe"]
+    trained = recorded_by(subject.adapter, recipe).get("seed") if asked is None and recipe else asked
+    return trained if isinstance(trained, int) else 0
 
 
 def tokens_of_run(subject: Candidate) -> int | None:
@@ -223,13 +245,16 @@ def problems(subject: Candidate, chosen: dict[str, Any]) -> tuple[list[dict[str,
         rows = rows_of(dataset, chosen["limit"])
         return rows, functions, chosen["max_tokens"] or tokens_of_run(subject) or MAX_TOKENS, None
     from lowmem_grpo.cli.options import OWN_PROBLEMS
-    from lowmem_grpo.recipes.eval_task import find_exam
+    from lowmem_grpo.recipes.eval_task import exam_as_trained, recorded_by
 
-    exam = find_exam(chosen["recipe"])
+    trained = recorded_by(subject.adapter, chosen["recipe"])
+    exam, said = exam_as_trained(chosen["recipe"], subject.model, trained, chosen["options"])
     if chosen["dataset"] and not exam.takes_source:
         raise ValueError(OWN_PROBLEMS.format(chosen["recipe"]))
-    source = chosen["dataset"] or (source_of_run(subject, chosen["recipe"]) if exam.takes_source else None)
     size = chosen["limit"] or exam.size
-    rows = rows_of(exam.problems_of(subject.model)(size, chosen["seed"], source), size)
+    if trained:
+        said = f"{f' with {said}' if said else ''}, seed {chosen['seed']}"
+        echo(f"problems as in the run{said}; KEY=VALUE, --limit and --seed change them", err=True)
+    rows = rows_of(exam.problems_of(subject.model)(size, chosen["seed"], chosen["dataset"]), size)
     longest = chosen["max_tokens"] or tokens_of_run(subject) or exam.max_tokens_of(subject.model)
     return rows, [exam.right, *functions], longest, exam.play

@@ -15,7 +15,7 @@ MAX_TOKENS = 256
 
 
 @click.command(short_help="Ask a model one question, or watch it play.")
-@click.argument("prompt", required=False)
+@click.argument("words", nargs=-1, metavar="[PROMPT]")
 @click.option("--recipe", help="Play an episode of a recipe, or of your own ./FILE.py, instead of answering PROMPT.")
 @click.option("--you", type=click.Choice(["beside", "against"]),
               help="With --recipe: play the same task before the model does, or play against it.")
@@ -31,15 +31,16 @@ MAX_TOKENS = 256
 @click.option("--fp8", "load_in_fp8", is_flag=True, help="Hold the base model in 8-bit floats.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each answer or episode.")
 def generate(
-    prompt: str | None, recipe: str | None, you: str | None, model: str | None, adapter: Path | None, as_json: bool,
+    words: tuple[str, ...], recipe: str | None, you: str | None, model: str | None, adapter: Path | None, as_json: bool,
     load_in_4bit: bool, load_in_fp8: bool, **sampling: Any,
 ) -> None:
     """Answer PROMPT as a chat message, with the base model or with a saved adapter.
 
-    With --recipe, the model plays an episode, which is shown turn by turn."""
-    check_asked(prompt, recipe, you, sampling["samples"], as_json)
+    With --recipe, the model plays an episode, which is shown turn by turn. The task is as in the adapter's run; in
+    place of PROMPT, KEY=VALUE gives other options of the recipe."""
+    check_asked(words, recipe, you, sampling["samples"], as_json)
     with plain_errors():
-        from lowmem_grpo.cli.options import check_adapter, check_exam, check_model
+        from lowmem_grpo.cli.options import check_adapter, check_exam, check_model, check_words
         from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.config.sampling import SamplingParams
 
@@ -48,6 +49,7 @@ def generate(
                                 **sampling)
         if recipe is not None:
             check_exam(recipe, plays=True)
+            check_words(recipe, words)
         check_model(model)
         check_adapter(adapter)
         form = {"load_in_4bit": load_in_4bit, "load_in_fp8": load_in_fp8}
@@ -57,16 +59,18 @@ def generate(
         if recipe is not None:
             from lowmem_grpo.cli.playing import play
 
-            play(recipe, you, model, adapter, form, params, longest, as_json)
+            play(recipe, you, model, adapter, form, params, longest, as_json, words)
         else:
-            answer(str(prompt), model, adapter, form, params, as_json)
+            answer(words[0], model, adapter, form, params, as_json)
 
 
-def check_asked(prompt: str | None, recipe: str | None, you: str | None, samples: int, as_json: bool) -> None:
+def check_asked(words: tuple[str, ...], recipe: str | None, you: str | None, samples: int, as_json: bool) -> None:
     """Raise click.UsageError for options that contradict each other."""
-    if (prompt is None) == (recipe is None):
+    if any("=" not in word for word in words) if recipe is not None else not words:
         raise click.UsageError("give a PROMPT to answer, or --recipe NAME to play an episode" +
-                               ("" if prompt is None else "; not both"))
+                               ("; not both" if words else ""))
+    if recipe is None and words[1:]:
+        raise click.UsageError(f"PROMPT is one text: write {quote(' '.join(words))}")
     if you and recipe is None:
         raise click.UsageError("--you is for --recipe NAME, whose task is played")
     if you and as_json:

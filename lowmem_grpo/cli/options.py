@@ -8,11 +8,14 @@ from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
+import click
+
 from lowmem_grpo import recipes
 from lowmem_grpo.config import distillation, preferences
 from lowmem_grpo.config.grpo import GRPOConfig, check_weights
 from lowmem_grpo.config.loading import VLLM, EngineSettings, form_of_weights
 from lowmem_grpo.config.sampling import LATE, MEND
+from lowmem_grpo.config.unsupported import suggestion
 from lowmem_grpo.data.files import check_columns, columns_of, is_file_name, refuse_unreadable
 from lowmem_grpo.engines.vllm.installed import refuse_absent
 from lowmem_grpo.models.hub import REPO, find_dataset
@@ -39,21 +42,15 @@ TYPES = PLAIN | {f"{name} | None": kind | None for name, kind in PLAIN.items()}
 def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a run of this recipe; ValueError, OSError or click.UsageError for arguments that the run
     would refuse. The recipe's file is parsed, not run, so only its literals are known here."""
-    from lowmem_grpo.recipes.options import RecipeOptions, fill  # these import pydantic
+    from lowmem_grpo.recipes.options import fill  # imports pydantic
     from lowmem_grpo.recipes.presets import check_setup, size_of
 
     tree = recipe_tree(name)
-    owner = named(tree, "OPTIONS")
-    shared = {setting.name for setting in fields(RecipeOptions)}
-    written = {option: (kind, default) for option, kind, default, _ in options_of(tree, owner).values()
-               if option not in shared}
-    own = {option: TYPES.get(kind, Any) for option, (kind, _) in written.items()}
-    if not own and owner != SHARED:
+    written = own_options(tree)
+    if not written and named(tree, "OPTIONS") != SHARED:
         return {}
     config_class = (vars(distillation) | vars(preferences)).get(named(tree, "SETTINGS"), GRPOConfig)
-    made = make_dataclass("Asked", [(option, kind, field(default=None)) for option, kind in own.items()],
-                          bases=(RecipeOptions,), namespace={"settings": config_class})
-    asked: Any = fill(made, list(arguments))
+    asked: Any = fill(class_of(written, config_class), list(arguments))
     for option, value in asked.config.items():
         check_value(config_class, option, value)
     check_teacher(asked.config.get("teacher"), config_class is distillation.DistillationConfig)
@@ -76,6 +73,36 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     check_rewards(rewards_of(tree), {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, settings)
     refuse_absent_sinks(settings.get("report_to") or [])
     return settings | {"resume": asked.resume}
+
+
+def own_options(tree: ast.Module) -> dict[str, tuple[str, str]]:
+    """Return type and default, as they are written, of the options that a recipe alone has."""
+    from lowmem_grpo.recipes.options import RecipeOptions
+
+    shared = {setting.name for setting in fields(RecipeOptions)}
+    return {option: (kind, default) for option, kind, default, _ in options_of(tree, named(tree, "OPTIONS")).values()
+            if option not in shared}
+
+
+def class_of(written: dict[str, tuple[str, str]], config_class: type = GRPOConfig) -> Any:
+    """Return a class with the options of every recipe and these, as `own_options` returns them."""
+    from lowmem_grpo.recipes.options import RecipeOptions
+
+    own = {option: TYPES.get(kind, Any) for option, (kind, _) in written.items()}
+    return make_dataclass("Asked", [(option, kind, field(default=None)) for option, kind in own.items()],
+                          bases=(RecipeOptions,), namespace={"settings": config_class})
+
+
+def check_words(recipe: str, words: Sequence[str]) -> None:
+    """Raise click.UsageError for words that are not key=value with an option that the recipe alone has."""
+    from lowmem_grpo.recipes.options import fill, parse
+
+    own = own_options(recipe_tree(recipe))
+    for name in parse([*words]):
+        if name not in own:
+            allowed = f"its options are {', '.join(own)}" if own else "it has no options of its own"
+            raise click.UsageError(f"{name} is no option of the problems of {recipe}{suggestion(name, own)}; {allowed}")
+    fill(class_of(own), [*words])
 
 
 def check_rewards(names: list[str], plain: set[str], settings: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.loader import FastVisionModel
 from lowmem_grpo.models.new_tokens import fit_vocabulary
 from lowmem_grpo.models.pretrained import tokenizer_beside
-from lowmem_grpo.recipes.eval_task import find_exam
+from lowmem_grpo.recipes.eval_task import exam_as_trained, recorded_by
 from lowmem_grpo.recipes.presets import choose
 from lowmem_grpo.recipes.recipe_file import find_recipe
 from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
 from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
 from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
+from lowmem_grpo.runs.views.terminal import echo
 from lowmem_grpo.trainer.play import Play
 from lowmem_grpo.types import Rollout
 from lowmem_grpo.utils import visible
@@ -52,18 +54,21 @@ def load(model: str, adapter: Path | None, context: int, **options: Any) -> tupl
 
 def play(
     recipe: str, you: str | None, model: str | None, adapter: Path | None, form: dict[str, bool],
-    params: SamplingParams, longest: int | None, as_json: bool,
+    params: SamplingParams, longest: int | None, as_json: bool, words: Sequence[str] = (),
 ) -> None:
-    """Play one episode of a held-out task. `longest` limits the episode's tokens (None: the recipe's limit)."""
-    exam = find_exam(recipe)
+    """Play one episode of a held-out task, as in the adapter's run or with other options of the recipe (`words`).
+    `longest` limits the episode's tokens (None: the recipe's limit)."""
+    folder, base = adapter_and_base(adapter)
+    presets = getattr(find_recipe(recipe), "PRESETS", None)
+    name = model or base or (choose("auto", presets)[1].model if presets else "tiny")
+    exam, said = exam_as_trained(recipe, name, recorded_by(folder, recipe), words)
     played = exam.play
     if played is None:
         raise ValueError(NO_EPISODES.format(recipe))
     if you == "against":
         played = against(played, recipe)
-    folder, base = adapter_and_base(adapter)
-    presets = getattr(find_recipe(recipe), "PRESETS", None)
-    name = model or base or (choose("auto", presets)[1].model if presets else "tiny")
+    if said:
+        echo(f"the task is as in the run: {said}; KEY=VALUE gives others", err=True)
     params = replace(params, max_tokens=longest or exam.max_tokens_of(name))
     seed = random.getrandbits(30) if params.seed is None else params.seed
     (row,) = exam.problems_of(name)(1, seed, None)

@@ -136,6 +136,8 @@ class CodeOptions(ProblemOptions):
     seconds: float = 5.0
     """The time limit of a test, in seconds."""
 
+    OF_MACHINE = ("isolation", "workers")
+
     def verifier(self) -> CodeVerifier:
         """Return the verifier that tests the code. SandboxError, with the fix, if the sandbox does not work."""
         limits = Limits(seconds=self.seconds, total_seconds=2 * self.seconds)
@@ -178,12 +180,12 @@ def exam_verifier() -> CodeVerifier:
         return code_passes_tests()
     except SandboxError as error:
         raise SandboxError(
-            f"{error}. An exam has no such option: test with --dataset FILE --reward MINE.py:judge instead, "
-            'with judge = code_passes_tests(isolation="process") in MINE.py'
+            f"{error}. In an exam: lowmem-grpo eval MODEL --recipe code isolation=process"
         ) from error
 
 
-EXAM = Exam(exam_problems, right, max_tokens=256, size=128)
+EXAM = Exam(exam_problems, right, max_tokens=256, size=128, of_options=lambda options, tiny: {
+    "problems": lambda size, seed, source: make_dataset("test", size, seed), "right": options.verifier().reward()})
 
 
 def run(options: CodeOptions) -> None:

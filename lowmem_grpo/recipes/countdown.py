@@ -225,7 +225,9 @@ def answer_line(completions: list[Any], **kwargs: Any) -> list[float]:
             for line in last_lines]
 
 
-EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), reaches_target, max_tokens=640)
+EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), reaches_target, max_tokens=640,
+            of_options=lambda options, tiny: {
+                "problems": lambda size, seed, source: make_dataset("test", size, seed, options)})
 REWARDS: list[Callable[..., Any]] = [reaches_target, given_numbers, answer_line]
 
 

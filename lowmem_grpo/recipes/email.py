@@ -106,7 +106,8 @@ def good_reply(longest_words: int = LONGEST_WORDS) -> Callable[..., list[float]]
     return right
 
 
-EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), good_reply(), max_tokens=192, size=128)
+EXAM = Exam(lambda size, seed, source: make_dataset("test", size, seed), good_reply(), max_tokens=192, size=128,
+            of_options=lambda options, tiny: {"right": good_reply(options.longest_words)})
 
 
 def run(options: EmailOptions) -> None:

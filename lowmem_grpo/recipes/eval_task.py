@@ -2,15 +2,21 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from datasets import Dataset
 
+from lowmem_grpo.config.sampling import EpisodeSettings
 from lowmem_grpo.environments.env_spec import seeded_rows
 from lowmem_grpo.models.stored_model import EMBEDDED
-from lowmem_grpo.recipes.recipe_file import NO_EXAM, find_recipe
+from lowmem_grpo.recipes.options import RecipeOptions, parse, recalled
+from lowmem_grpo.recipes.recipe_file import NO_EXAM, find_recipe, is_recipe_file
+from lowmem_grpo.runs.saved_adapter import read_summary
 from lowmem_grpo.trainer.play import Play
+
+EPISODES = ("chat_template_kwargs", *(entry.name for entry in fields(EpisodeSettings)))  # settings of GRPOConfig
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,14 @@ class Exam:
     of_tiny: Callable[[int, int, str | None], Any] | None = None
     """The problems for an embedded model, where it is trained on others."""
     tiny_max_tokens: int | None = None  # `max_tokens` for an embedded model, if it is less
+    of_options: Callable[[Any, bool], dict[str, Any]] | None = None
+    """(the recipe's options, whether the model is embedded) -> the fields of this class that they change."""
+
+    def with_options(self, options: Any, model: str) -> "Exam":
+        """Return the exam of a run with these options of the recipe."""
+        own = {} if self.of_options is None else self.of_options(options, model in EMBEDDED)
+        return replace(self, **{"size": getattr(options, "eval_problems", self.size),
+                                **({"of_tiny": None} if "problems" in own else {}), **own})
 
     def problems_of(self, model: str) -> Callable[[int, int, str | None], Any]:
         """Return the function that makes the problems for this model; embedded models may have their own."""
@@ -42,6 +56,29 @@ def find_exam(recipe: str) -> Exam:
     if not isinstance(exam, Exam):
         raise ValueError(NO_EXAM.format(recipe))
     return exam
+
+
+def recorded_by(adapter: Path | None, recipe: str) -> dict[str, Any]:
+    """Return summary.json of the run that saved the adapter, if it was a run of this recipe; else an empty dict."""
+    summary = {} if adapter is None else read_summary(adapter.absolute().parent)
+    name = Path(recipe).stem if is_recipe_file(recipe) else recipe
+    return summary if summary.get("recipe") == name else {}
+
+
+def exam_as_trained(recipe: str, model: str, run: Mapping[str, Any], words: Sequence[str]) -> tuple[Exam, str]:
+    """Return the exam of a recipe with the options and the episodes of a run, given its summary, and with `words`
+    (key=value) in place of the run's; and what the run decided, in words. ValueError for options that do not fit."""
+    exam, kind = find_exam(recipe), getattr(find_recipe(recipe), "OPTIONS", RecipeOptions)
+    recorded, config = run.get("options") or {}, run.get("config") or {}
+    if recorded or words:
+        exam = exam.with_options(recalled(kind, recorded, words), model)
+    if exam.play is not None:
+        episodes = {name: config[name] for name in EPISODES if name in config}
+        exam = replace(exam, play=replace(exam.play, settings=exam.play.settings | episodes))
+    usual, asked = {entry.name: entry.default for entry in fields(kind)}, parse([*words])
+    said = [f"{name}={value}" if name in usual else f"not {name}={value}, which the recipe no longer has"
+            for name, value in recorded.items() if name not in asked and value != usual.get(name)]
+    return exam, ", ".join(said)
 
 
 class Game(Protocol):

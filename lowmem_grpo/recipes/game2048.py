@@ -205,7 +205,9 @@ OPTIONS = Game2048Options
 
 
 EXAM = Exam(lambda size, seed, source: held_out_games(size, seed, side=OF_OTHERS), won, max_tokens=64,
-            play=Play(Game2048), of_tiny=lambda size, seed, source: held_out_games(size, seed, side=OF_TINY))
+            play=Play(Game2048), of_tiny=lambda size, seed, source: held_out_games(size, seed, side=OF_TINY),
+            of_options=lambda options, tiny: {"problems": lambda size, seed, source: held_out_games(size, seed),
+                                              "play": Play(partial(Game2048, options.size(tiny)))})
 
 
 def run(options: Game2048Options) -> None:

@@ -9,7 +9,6 @@ On a CPU the recipe uses the embedded tiny model, which cannot learn this task: 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -93,12 +92,12 @@ def held_out(size: int, seed: int, source: str | None) -> Dataset:
     return rows.select(range(min(size, len(rows))))
 
 
-EXAM = Exam(held_out, correctness_reward_func, max_tokens=640, takes_source=True)
+EXAM = Exam(held_out, correctness_reward_func, max_tokens=640, takes_source=True, of_options=lambda options, tiny: {
+    "problems": lambda size, seed, source: held_out(size, seed, source or options.dataset)})
 
 
 def run(options: Gsm8kOptions) -> None:
     setup = prepare(options, DEFAULTS, PRESETS)
     note = f"gsm8k: {setup.model}, {setup.weights} weights, context {setup.max_seq_length}"
-    source = Path(options.dataset)
-    facts = {"dataset": str(source.absolute()) if source.is_file() else options.dataset}  # for `eval`
+    facts = {"dataset": setup.options["dataset"]}  # for the model's card
     teach(setup, Lesson("gsm8k", make_dataset(options.dataset), REWARDS, note=note, facts=facts))

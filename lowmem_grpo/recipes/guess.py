@@ -106,7 +106,8 @@ class GuessOptions(RecipeOptions):
 OPTIONS = GuessOptions
 
 
-EXAM = Exam(lambda size, seed, source: held_out_games(size, seed), won, max_tokens=512, play=Play(Guess))
+EXAM = Exam(lambda size, seed, source: held_out_games(size, seed), won, max_tokens=512, play=Play(Guess),
+            of_options=lambda options, tiny: {"play": Play(partial(Guess, options.largest, options.tries))})
 
 
 def run(options: GuessOptions) -> None:

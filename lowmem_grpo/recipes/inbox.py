@@ -74,6 +74,10 @@ class InboxOptions(JudgeOptions):
         if self.reward != "ruler" and (self.judge != SELF or judged):
             raise ValueError(f"{(judged or ['judge'])[0]} is for a judge: give reward=ruler with it")
 
+    def world(self, tiny: bool) -> str:
+        """Return the mailbox for an embedded (`tiny`) or another model."""
+        return self.mailbox or (SMALL if tiny else LARGE)
+
 
 OPTIONS = InboxOptions
 
@@ -96,6 +100,8 @@ EXAM = Exam(
     lambda size, seed, source: make_dataset("test", size, seed), won, max_tokens=3072, size=64,
     play=Play(Inbox, settings={"max_turns": DEFAULTS["max_turns"], "max_tool_tokens": DEFAULTS["max_tool_tokens"]}),
     of_tiny=lambda size, seed, source: make_dataset("test", size, seed, SMALL), tiny_max_tokens=256,
+    of_options=lambda options, tiny: {"problems": lambda size, seed, source: make_dataset(
+        "test", size, seed, options.world(tiny), options.calls)},
 )
 
 
@@ -103,7 +109,7 @@ def run(options: InboxOptions) -> None:
     check_sqlite()
     judged = options.reward == "ruler"
     setup = prepare(options, DEFAULTS | ({"reward_weights": [1.0, 0.0]} if judged else {}), PRESETS)
-    name = options.mailbox or (SMALL if setup.is_tiny else LARGE)
+    name = options.world(setup.is_tiny)
     calls, turns = options.calls or WORLDS[name].calls, setup.config.max_turns
     if turns is not None and turns <= calls:
         raise ValueError(f"max_turns is {turns}, but an episode has {calls} calls; give max_turns={calls + 1} or more, "

@@ -172,7 +172,8 @@ def make_dataset(split: str, size: int, seed: int = 0, most: int = 1, kinds: Seq
 NAMES = ("keywords", "num_words", "relation", "num_bullets", "end_phrase", "postscript_marker")
 FOLLOWS = follows_instructions(sentence=True)
 EXAM = Exam(lambda size, seed, source: InstructionOptions().dataset("test", size, seed), FOLLOWS.reward(),
-            max_tokens=384, tiny_max_tokens=64)
+            max_tokens=384, tiny_max_tokens=64, of_options=lambda options, tiny: {
+                "problems": lambda size, seed, source: options.dataset("test", size, seed)})
 
 
 def run(options: InstructionOptions) -> None:

@@ -112,7 +112,8 @@ def taught(setup: Setup, lesson: Lesson, console: Console) -> GRPOTrainer:
         print_line(console, f"{trainer.run_dir} is finished: {made}; raise max_steps to go on")
         return trainer
     before = measured(model, setup, lesson, None)
-    trainer.told |= {"recipe": lesson.name, "right": getattr(lesson.right, "__name__", None), **lesson.facts}
+    trainer.told |= {"recipe": lesson.name, "options": setup.options,
+                     "right": getattr(lesson.right, "__name__", None), **lesson.facts}
     if before is not None:
         trainer.told |= {"eval_problems": len(before.texts), "accuracy_before": before.accuracy}
         trainer.told |= dict.fromkeys(  # not known before the end

@@ -1,7 +1,10 @@
 """Command-line options of a recipe, `key=value` or `--key value`. A value has the type of the dataclass field `key`."""
 
 import difflib
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -13,6 +16,7 @@ from lowmem_grpo.config.shared import of_json
 from lowmem_grpo.utils import COUNT, POSITIVE, Rule, at_least, check_ranges, number, up_to
 
 NONE_IS_A_CHOICE = ("scale_rewards",)
+SECRET = re.compile("(^|_)(key|token|secret|password)$")  # names of options that no file may keep
 MOST_ROWS = 1_000_000  # most rows that a recipe generates
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text",
                          list: "numbers or texts with commas between them", dict: "a JSON object"}
@@ -55,10 +59,20 @@ class RecipeOptions:
     """Fields of GRPOConfig that differ from the recipe's settings."""
 
     settings: ClassVar[type[Any]] = GRPOConfig  # the class of the run's settings
+    OF_MACHINE: ClassVar[tuple[str, ...]] = ()  # a recipe's options that say nothing of its problems
     RANGES: ClassVar[dict[str, Rule]] = {
         "card_share": number("above 0 and at most 1", lambda value: 0 < value <= 1), "max_seq_length": at_least(2),
         "lora_rank": COUNT, "lora_alpha": POSITIVE, **dict.fromkeys(("train_size", "eval_problems"), up_to(MOST_ROWS)),
     }
+
+    @property
+    def of_recipe(self) -> dict[str, Any]:
+        """The options that the recipe alone has, as its run records them: files as absolute paths, and no keys."""
+        others = {entry.name for entry in fields(RecipeOptions)} | {*self.OF_MACHINE}
+        own = {entry.name: getattr(self, entry.name) for entry in fields(self)
+               if entry.name not in others and not SECRET.search(entry.name)}
+        return {name: str(Path(value).absolute()) if isinstance(value, str) and Path(value).is_file() else value
+                for name, value in own.items()}
 
     @property
     def fast_inference(self) -> bool | str:
@@ -120,6 +134,20 @@ def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
     check_ranges(options, settings)
     config = {name: typed(options.settings, name, value) for name, value in texts.items() if name in known - own}
     return options(**settings, config=config)
+
+
+def recalled(options: type[RecipeOptions], recorded: Mapping[str, Any], arguments: Sequence[str]) -> Any:
+    """Return a recipe's options as a run recorded them, except for those that `arguments` change. ValueError or
+    click.UsageError for wrong values."""
+    hints, own = get_type_hints(options), {entry.name for entry in fields(options)}
+    try:
+        known = {name: TypeAdapter(hints[name]).validate_python(value) for name, value in recorded.items()
+                 if name in own}
+    except ValidationError as error:
+        raise ValueError(f"the options in the run's summary.json cannot be used: {error}") from error
+    values = known | {name: typed(options, name, text) for name, text in parse([*arguments]).items()}
+    check_ranges(options, values)
+    return options(**values)
 
 
 def typed(owner: type, name: str, text: str) -> Any:

@@ -73,6 +73,7 @@ class Setup:
     checkpointing: bool | str
     resume: bool
     config: GRPOConfig
+    options: dict[str, Any]  # those that the recipe alone has
 
     @property
     def weights(self) -> str:
@@ -107,7 +108,7 @@ def prepare(options: RecipeOptions, defaults: dict[str, Any], presets: Presets) 
     return Setup(name, either(options.max_seq_length, preset.max_seq_length), rank,
                  either(options.lora_alpha, preset.lora_alpha * rank // preset.lora_rank), four_bit,
                  options.load_in_fp8, options.kv_cache_dtype, options.card_share, options.fast_inference,
-                 checkpointing, options.resume, options.settings(**settings))
+                 checkpointing, options.resume, options.settings(**settings), options.of_recipe)
 
 
 def planned(setup: Setup, card: Device) -> MemoryPlan:

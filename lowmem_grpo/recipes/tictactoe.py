@@ -169,7 +169,8 @@ OPTIONS = TicTacToeOptions
 
 
 EXAM = Exam(lambda size, seed, source: held_out_games(size, seed, strength=0.0), won, max_tokens=768,
-            play=Play(TicTacToe))
+            play=Play(TicTacToe), of_options=lambda options, tiny: {
+                "problems": lambda size, seed, source: held_out_games(size, seed, strength=options.test_strength)})
 
 
 def run(options: TicTacToeOptions) -> None:

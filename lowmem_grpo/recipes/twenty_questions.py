@@ -213,7 +213,9 @@ OPTIONS = TwentyQuestionsOptions
 
 EXAM = Exam(lambda size, seed, source: held_out_games(size, seed, world=OF_OTHERS), won, max_tokens=1536,
             play=Play(TwentyQuestions), of_tiny=lambda size, seed, source: held_out_games(size, seed, world=OF_TINY),
-            tiny_max_tokens=160)
+            tiny_max_tokens=160, of_options=lambda options, tiny: {
+                "problems": lambda size, seed, source: held_out_games(size, seed),
+                "play": Play(partial(TwentyQuestions, options.chosen(tiny)))})
 
 
 def run(options: TwentyQuestionsOptions) -> None:

@@ -251,7 +251,7 @@ def test_what_is_no_reward_function_is_named(name: str, message: str) -> None:
 def asked(**changed: Any) -> dict[str, Any]:
     """What the command was given."""
     return {"recipe": "proximity", "dataset": None, "rewards": (), "limit": 3, "seed": 1, "max_tokens": None,
-            "split": "test", "prompt_column": "prompt", **changed}
+            "split": "test", "prompt_column": "prompt", "options": (), **changed}
 
 
 @pytest.mark.parametrize(("model", "task"), [("tiny", STEPS), ("org/model", WORDS)])

@@ -146,7 +146,7 @@ def test_gsm8k_trains_on_a_local_file(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "report.html").is_file()
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
     evaluated = invoke_well("eval", tmp_path / "out", "--recipe", "gsm8k", "--limit", "3", "--max-tokens", "4")
-    assert f"problems of {path}, with which the run was started" in " ".join(evaluated.output.split())
+    assert f"problems as in the run with dataset={path}, seed 3407; KEY=VALUE" in " ".join(evaluated.output.split())
     (asked,) = [json.loads((tmp_path / "out" / "eval.json").read_text())["rows"]]
     assert len(asked) == 3 and all("What is" in json.dumps(row) for row in asked)
 
