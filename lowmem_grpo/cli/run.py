@@ -122,7 +122,7 @@ def submit(
             "recipe": recipe, "options": list(options), "priority": priority, "share": share,
             "time_limit": None if time_limit is None else seconds_of(time_limit)})
         job = remote(server).post("/jobs", vars(asked))
-        click.echo(f"job {job['id']}: {job['state']}. `lowmem-grpo logs -f {job['id']}` follows it")
+        echo(f"job {job['id']}: {job['state']}. `lowmem-grpo logs -f {job['id']}` follows it")
 
 
 @click.command(short_help="List the jobs of a server, and why they wait.")

@@ -8,6 +8,7 @@ from math import isclose, pi
 from pathlib import Path
 from typing import Any
 
+from lowmem_grpo.memory.model_shape import OF_CONFIG, check_fields
 from lowmem_grpo.models.gguf_header import GGUFHeader, gguf_header, type_of
 from lowmem_grpo.utils import is_gguf, torch
 
@@ -133,13 +134,23 @@ def gguf_config(path: str | Path) -> dict[str, Any]:
     """Return the fields that the config.json of a GGUF file's model would have. ValueError for an architecture, a
     tensor or a setting that is not read."""
     header = gguf_header(path)
-    known, settings, places = ARCHITECTURES.get(header.architecture), header.settings, header.places
+    known, places = ARCHITECTURES.get(header.architecture), header.places
     if known is None:
         raise refusal(header, f"is of the architecture {header.architecture}; read are {', '.join(ARCHITECTURES)}")
-    if settings.get("split.count", 1) > 1:
-        raise refusal(header, f"is one of {settings['split.count']} parts (llama-gguf-split --merge joins them)")
     for name in sorted(places.keys() - {FACTORS}):
         checkpoint_name(header, name)  # raises for a tensor without a place
+    try:
+        check_fields(header.path, fields := fields_of(header, known), OF_CONFIG)
+        return fields
+    except (LookupError, TypeError, ArithmeticError, struct.error) as error:
+        raise refusal(header, f"has settings that no model has ({error!r})") from error
+
+
+def fields_of(header: GGUFHeader, known: Architecture) -> dict[str, Any]:
+    """Return what `gguf_config` returns; whatever a wrong type or a zero raises for settings that no model has."""
+    settings, places = header.settings, header.places
+    if settings.get("split.count", 1) > 1:
+        raise refusal(header, f"is one of {settings['split.count']} parts (llama-gguf-split --merge joins them)")
     own = {name.removeprefix(f"{header.architecture}."): value for name, value in settings.items()}
     missing = [name for name in list(FIELDS)[:5] if not isinstance(own.get(name), int)]
     if missing or EMBEDDING not in places:

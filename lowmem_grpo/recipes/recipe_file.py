@@ -20,7 +20,7 @@ from lowmem_grpo.config.unsupported import suggestion
 from lowmem_grpo.data.files import KINDS
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.rewards.reward import Reward, Verifier
-from lowmem_grpo.runs.views.terminal import is_ours, plain_errors, quiet
+from lowmem_grpo.runs.views.terminal import echo, is_ours, plain_errors, quiet
 
 
 def find_function(name: str) -> Any:
@@ -188,7 +188,7 @@ def own_traceback(path: Path) -> Iterator[None]:
 
 
 def show(error: BaseException, trace: Any) -> None:
-    click.echo("".join(traceback.TracebackException(type(error), error, trace).format()).rstrip(), err=True)
+    echo("".join(traceback.TracebackException(type(error), error, trace).format()).rstrip(), err=True)
 
 
 def first_frame(trace: Any, path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -32,6 +33,11 @@ def json_of(body: bytes, nul: bool = False) -> dict[str, Any]:
 def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def without_place(error: BaseException, adapter: object) -> str:
+    """Return the text of an error without the folder of the adapter, which is no client's to know."""
+    return str(error).replace(str(adapter), "the weights") if isinstance(adapter, Path) else str(error)
 
 
 def words_of(errors: ValidationError, kind: type[Body]) -> str:
@@ -76,9 +82,9 @@ class Limits:
     messages: int = 2048
     """Messages of a request."""
     concurrent: int = 256
-    """Requests that are answered at the same time."""
+    """Requests of one key that are answered at the same time."""
     queue: int = 1024
-    """Further requests that wait for their turn; any more are told to retry later (429)."""
+    """Further requests of the key that wait for their turn; any more are told to retry later (429)."""
     seconds: float = 1800.0
     """Seconds from a request to the end of its reply, including the time that it waits while the model is trained."""
     header_bytes: int = 16 * 1024

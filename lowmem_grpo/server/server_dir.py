@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import logging
+import math
 import os
 import re
 import sqlite3
@@ -18,6 +19,7 @@ from typing import Any
 
 from lowmem_grpo.runs.files import check_folder, lock_file, move
 from lowmem_grpo.server.users import key_fault, new_key
+from lowmem_grpo.utils import JsonError, read_json
 
 logger = logging.getLogger(__name__)
 DEFAULT = Path("~/.lowmem-grpo")
@@ -224,21 +226,28 @@ class ServerClient:
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def get(self, path: str) -> Any:
-        return json.loads(self.ask(path))
+        return self.parsed(self.ask(path))
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        return json.loads(self.ask(path, json.dumps(body).encode()))
+        return self.parsed(self.ask(path, json.dumps(body).encode()))
+
+    def parsed(self, reply: bytes) -> Any:
+        try:
+            return read_json(reply, math.inf, nul=True, any_number=True)
+        except JsonError as error:
+            raise RemoteError(f"{self.address.url} does not answer as `lowmem-grpo serve` does ({error}); give "
+                              "--server the server.json of one that does") from None
 
     def ask(self, path: str, body: bytes | None = None) -> bytes:
         """Return the reply to a GET, or to a POST if `body` is given. Raises RemoteError."""
         headers = {"X-API-Key": self.address.key, "Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.address.url}{path}", data=body, headers=headers)
         try:
+            request = urllib.request.Request(f"{self.address.url}{path}", data=body, headers=headers)
             with self.opener.open(request, timeout=SECONDS) as reply:
                 return bytes(reply.read())
         except urllib.error.HTTPError as error:
             raise RemoteError(words_of(error), error.code) from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError for a URL that is none
             cause = getattr(error, "reason", None) or error
             raise RemoteError(f"the server at {self.address.url} is not reached ({cause}): start it with `lowmem-grpo "
                               "serve`, or its tunnel if it is on another machine") from None

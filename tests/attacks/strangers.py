@@ -1,4 +1,4 @@
-"""Requests of strangers: every field of every route, with values that nobody means well by.
+"""Requests of strangers: every field of every route, and headers, with values that nobody means well by.
 
     python -m tests.attacks.strangers                a few minutes on two cores
     python -m tests.attacks.strangers 20             every 20th of the attacks
@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -136,6 +137,9 @@ PATHS = ("GET /v1/models/{}", "GET /jobs/{}", "GET /jobs/{}/log", "GET /jobs/1/l
                                                                "a/checkpoints/weights/{}")),
          f"POST {API}/sessions/{{}}/finish", "GET /page/files/{}", "GET /page/data?run={}", "GET /page/enter?ticket={}",
          "FORM /page/leave?{}")
+HEADERS = ("Origin", "Cookie", "If-None-Match", "Content-Type", "Content-Encoding", "Accept", "Authorization", "Host")
+OF_HEADERS = ("", "http://[", "http://[::1]x", "\xb2", "a=\xff; b", "127.0.0.1:\xb9", "zstd, gzip", "a/b;q=x",
+              "," * 9000)
 
 
 def in_base64(value: Any) -> Any:
@@ -180,14 +184,14 @@ class Stranger:
     """A client with one key."""
 
     def __init__(self, port: int, key: str) -> None:
-        self.port, self.key, self.seq, self.cookie = port, key, 0, ""
+        self.port, self.key, self.seq, self.cookie, self.headers = port, key, 0, "", dict[str, str]()
         self.send("FORM", "/page/enter", {"key": key})
 
     def send(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         method, content, kind = encoded(method, body)
         headers = {"X-API-Key": self.key, "Accept": "application/json", "Content-Type": kind, "Cookie": self.cookie,
-                   "Origin": f"http://127.0.0.1:{self.port}"}
+                   "Origin": f"http://127.0.0.1:{self.port}"} | self.headers
         try:
             connection.request(method, path, content, headers)
             reply = connection.getresponse()
@@ -245,6 +249,12 @@ def attack(serve: Target, every: int = 1) -> Iterator[Verdict]:
                 text = quote(str(value)[:2000].encode("utf-8", "surrogatepass"), safe="")
                 sent = None if method in ("GET", "DELETE") else {"reason": "success", "run": "1"}
                 yield verdict(stranger, other, serve, method, path.format(text), sent, name)
+    for route in ("FORM /page/enter", "GET /page/data", f"POST {API}/forward_backward", "POST /v1/completions"):
+        for name, value in product(HEADERS, OF_HEADERS):
+            number += 1
+            if number % every == 0:
+                stranger.headers = {name: value}
+                yield verdict(stranger, other, serve, *route.split(), {}, f"{name} is {value[:20]!r}")
 
 
 def done(stranger: Stranger, model: str, seq: int) -> int:

@@ -74,12 +74,14 @@ def written(path: Path, kind: str = "llama", extra: dict[str, Any] | None = None
                 "rope.dimension_count": size, "expert_count": E, "expert_used_count": 2,
                 "expert_feed_forward_length": F, "attention.sliding_window": 128}
     for name, value in settings.items():
-        if not (name.startswith("expert") and kind != "qwen3moe") and not ("sliding" in name and kind != "gemma3"):
+        is_other = (name.startswith("expert") and kind != "qwen3moe") or ("sliding" in name and kind != "gemma3")
+        if f"{kind}.{name}" not in (extra or {}) and not is_other:
             writer.add_uint32(f"{kind}.{name}", value)
     for name, number in (("attention.layer_norm_rms_epsilon", 1e-5), ("rope.freq_base", 5e5)):
         writer.add_float32(f"{kind}.{name}", number)
     for name, value in (extra or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(name, value)
+        add = {str: writer.add_string, list: writer.add_array, float: writer.add_float32}
+        add.get(type(value), writer.add_uint32)(name, value)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["<|endoftext|>", "<end>", *(f"<{number}>" for number in range(V - 51)), "Ġ", ":", "Ċ", "ab",
                            *"abcdefghijklmnopqrstuvwxyz", *"ABCDEFGHIJKLMNOPQRS"])
@@ -176,6 +178,20 @@ def test_what_cannot_be_read_is_refused_by_name(kind: str, extra: Any, tensor: s
     path = written(tmp_path / "model.gguf", kind, extra, {tensor: np.zeros((4, D), np.float32)} if tensor else None)
     with pytest.raises(ValueError, match=f"{words}.*checkpoint in 16 bits"):
         check_stored(str(path), str(path), None)
+
+
+@pytest.mark.parametrize("extra", [
+    {"llama.attention.head_count": 0}, {"llama.attention.head_count": [4, 4]}, {"llama.embedding_length": 0},
+    {"llama.attention.head_count_kv": 3}, {"llama.attention.key_length": "x"}, {"llama.attention.key_length": [1]},
+    {"llama.rope.scaling.type": "linear"}, {"split.count": "two"},
+    {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0},
+    {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": float("nan")},
+], ids=str)
+def test_settings_that_no_model_has_are_refused_by_the_file(extra: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path / "model.gguf", extra=extra)
+    with pytest.raises(ValueError, match=r"model\.gguf") as refused:
+        check_stored(str(path), str(path), None)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_type_that_cannot_be_decoded_is_refused_by_name(tmp_path: Path) -> None:

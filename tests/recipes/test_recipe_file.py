@@ -65,6 +65,11 @@ def test_a_file_hides_no_installed_module() -> None:
     assert sys.modules["json"] is json
 
 
+def test_text_of_a_row_in_an_error_of_the_recipe_does_not_reach_the_terminal_raw() -> None:
+    done = run(recipe("def run(options):\n    raise ValueError(chr(27) + ']0;owned')\n"))
+    assert done.exit_code == 1 and "owned" in done.output and "\x1b" not in done.output
+
+
 def test_by_itself_it_does_the_same_as_under_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.fast_model import FastPeftModel
 from lowmem_grpo.models.stored_model import resolve
+from lowmem_grpo.runs.adapter_file import read_adapter
 from lowmem_grpo.runs.saved_adapter import AdapterError, same_model
 
 Tensors = dict[str, Tensor]
@@ -138,6 +139,7 @@ NESTED = r"(([\w.]+)+)+!"  # Python's re tries 2**n ways to match n characters w
 PATTERNS: dict[str, dict[str, Any]] = {
     "target_modules": {"target_modules": NESTED}, "exclude_modules": {"exclude_modules": NESTED},
     "layers_pattern": {"layers_to_transform": [1], "layers_pattern": ["layers", NESTED]},
+    "one layers_pattern": {"layers_to_transform": [1], "layers_pattern": NESTED},
     "rank_pattern": {"rank_pattern": {"q_proj": 4, NESTED: 4}}, "alpha_pattern": {"alpha_pattern": {NESTED: 4}},
     "alternatives": {"exclude_modules": r"(\w\w?|\w|\.)*!"}, "empty ones": {"exclude_modules": "(|||||||||){30}!"},
     "many steps": {"exclude_modules": r".*" * 20 + "!"}, "refers back": {"exclude_modules": r"(.*)(.*)+\1\2!"},
@@ -156,6 +158,13 @@ def test_a_pattern_that_would_be_matched_for_ever_is_refused_by_name(
                                   "alpha_pattern") if name in PATTERNS[case])
     with pytest.raises(AdapterError, match=f"has the pattern {name}.*takes too long to match"):
         model.load_lora(folder)
+
+
+def test_a_file_is_not_read_where_its_own_layers_would_be_matched_for_ever(saved: Path, tmp_path: Path) -> None:
+    """A teacher's adapter and a merge are read without a model whose layers would be matched first."""
+    folder = changed(Path(shutil.copytree(saved, tmp_path / "copy")), rank_pattern={NESTED: 4})
+    with pytest.raises(AdapterError, match=r"has the pattern rank_pattern.*takes too long to match"):
+        read_adapter(folder)
 
 
 def test_a_pattern_of_ones_own_that_would_be_matched_for_ever_is_refused() -> None:

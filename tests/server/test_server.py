@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fastapi import APIRouter
@@ -18,7 +19,7 @@ from programs import usual_signals
 
 from lowmem_grpo.server.requests import Limits
 from lowmem_grpo.server.server import ended_by_signals, make_server_app, open_socket
-from lowmem_grpo.server.server_dir import ADDRESS, Address, ServerDir, read_address
+from lowmem_grpo.server.server_dir import ADDRESS, Address, RemoteError, ServerClient, ServerDir, read_address
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a server needs the locks of Linux and macOS")
 
@@ -81,6 +82,20 @@ def test_a_missing_or_damaged_address_is_told_with_what_to_do(text: str | None, 
     assert ServerDir(tmp_path).key().startswith("tml-")
 
 
+@pytest.mark.parametrize("reply", [b"<html>", b"", b"[" * 10**5, b"\xff", b'{"a": 1, "a": 2}'])
+def test_what_is_no_reply_of_a_server_is_told_in_a_line(reply: bytes) -> None:
+    client = ServerClient(Address("http://127.0.0.1:1", GOOD))
+    client.ask = Mock(return_value=reply)  # type: ignore[method-assign]
+    with pytest.raises(RemoteError, match="does not answer as `lowmem-grpo serve` does"):
+        client.get("/jobs")
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://", "http://127.0.0.1:x", "http://a b"])
+def test_an_address_that_is_none_is_not_reached(url: str) -> None:
+    with pytest.raises(RemoteError, match="is not reached"):
+        ServerClient(Address(url, GOOD)).get("/jobs")
+
+
 GOOD = "tml-a-key-of-24-characters-or-more"
 WEAK = ["", None, "a", 12345678901234567890123456, " " * 40, [GOOD], {"key": GOOD}, True, f"{GOOD} ", f"{GOOD}\n",
         GOOD[:10], f"{GOOD}\u00e9", "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"]
@@ -109,6 +124,13 @@ def test_a_good_saved_key_stays_unless_others_could_have_written_it(
     assert ServerDir(tmp_path).key() == GOOD and not caplog.text
     (tmp_path / ADDRESS).chmod(0o666)
     assert ServerDir(tmp_path).key() != GOOD and "can be changed by other users" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file away")
+def test_a_saved_key_in_a_file_of_another_user_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / ADDRESS).write_text(json.dumps({"url": "http://127.0.0.1:1", "key": GOOD}))
+    os.chown(tmp_path / ADDRESS, 12345, -1)
+    assert ServerDir(tmp_path).key() != GOOD
 
 
 def test_only_the_owner_reads_what_the_server_writes_also_in_a_folder_that_others_can_open(tmp_path: Path) -> None:

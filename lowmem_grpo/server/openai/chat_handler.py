@@ -28,7 +28,7 @@ from lowmem_grpo.server.openai.request import ChatRequest, CompletionRequest, Te
 from lowmem_grpo.server.openai.request_queue import EngineCall, WorkerClosedError
 from lowmem_grpo.server.openai.streaming import CallStream, merged
 from lowmem_grpo.server.openai.token_texts import TokenTexts, older_logprobs
-from lowmem_grpo.server.requests import ChatError
+from lowmem_grpo.server.requests import ChatError, without_place
 from lowmem_grpo.types import Turn
 from lowmem_grpo.utils import JsonError, check_json
 
@@ -193,12 +193,13 @@ class PendingCompletions:
         except WorkerClosedError as error:
             raise ChatError(503, str(error)) from error
         except ValueError as error:  # such as a temperature that vLLM would change
-            raise ChatError(400, str(error)) from error
+            raise ChatError(400, without_place(error, call.adapter)) from error
         except Exception as error:
             if isinstance(call.adapter, Path) and not call.adapter.exists():
                 raise ChatError(404, "the weights of this model were deleted before it could answer", "model",
                                 "model_not_found") from error
-            raise ChatError(500, f"the engine could not answer ({type(error).__name__}: {error})") from error
+            said = "" if self.chat.user else f": {error}"  # which may name files of a server
+            raise ChatError(500, f"the engine could not answer ({type(error).__name__}{said})") from error
         self.turns.append(turn)
         return turn, None if count is None else await self.chat.aside(
             partial(self.chat.texts.logprobs, turn.completion_ids, turn.logprobs, likeliest, count))

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, asynccontextmanager, nullcontext
 from typing import Any
@@ -33,7 +34,9 @@ class Completions:
     ) -> None:
         """`counted` raises ChatError if a key has reached its limit of open requests. None: keys have no limit."""
         self.chats, self.sessions, self.limits, self.closing = chats, sessions, limits, closing
-        self.slots, self.counted = anyio.CapacityLimiter(limits.concurrent), counted or (lambda holder: nullcontext())
+        self.counted = counted or (lambda holder: nullcontext())
+        # by holder: a key that fills its own leaves those of others free
+        self.slots: dict[Any, anyio.CapacityLimiter] = defaultdict(lambda: anyio.CapacityLimiter(limits.concurrent))
 
     async def answer(self, request: Request) -> Response:
         """Answer POST /chat/completions and POST /completions."""
@@ -84,14 +87,15 @@ class Completions:
             errors.append(error)
             scope.cancel()
 
+        slots = self.slots[request.scope["holder"]]
         with anyio.move_on_after(self.limits.seconds) as scope, self.counted(request.scope["holder"]):
-            self.check_queue()
+            self.check_queue(slots)
             closed = ChatError(CLOSED, "the endpoint was closed, as its run ended; nothing answers here any more", None,
                                "closed")
             ends = {client_left(): departure(request.receive), closed: self.closing.wait()}
             tasks = [asyncio.ensure_future(cancel_after(end, error)) for error, end in ends.items()]
             try:
-                async with self.slots:
+                async with slots:
                     yield
             finally:
                 for task in tasks:
@@ -99,10 +103,10 @@ class Completions:
         if scope.cancelled_caught:
             raise errors[-1]
 
-    def check_queue(self) -> None:
-        """Raise ChatError if too many requests wait for a slot."""
-        waiting = self.slots.statistics().tasks_waiting
-        if self.slots.available_tokens < 1 and waiting >= self.limits.queue:
+    def check_queue(self, slots: anyio.CapacityLimiter) -> None:
+        """Raise ChatError if too many requests of a key wait for a slot."""
+        waiting = slots.statistics().tasks_waiting
+        if slots.available_tokens < 1 and waiting >= self.limits.queue:
             raise ChatError(429, f"{self.limits.concurrent} requests are being answered and {waiting} wait; come again "
                                  "later, or raise concurrent or queue of Limits", None, "rate_limit_exceeded",
                             {"Retry-After": "1"})

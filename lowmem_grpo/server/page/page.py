@@ -3,12 +3,13 @@
 import asyncio
 import hashlib
 import json
+import logging
 import time
 from functools import lru_cache
 from html import escape
 from threading import Lock
 from typing import Any
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import parse_qs, urlencode
 
 from fastapi import APIRouter, Request, Response
 from starlette.datastructures import MutableHeaders
@@ -24,6 +25,7 @@ from lowmem_grpo.server.server import make_server_app
 from lowmem_grpo.server.users import LASTS, SignIn, User
 from lowmem_grpo.utils import MIB, time_text
 
+logger = logging.getLogger(__name__)
 READS = 0.5  # most seconds to read new records before a page is answered
 LIVE = ("running", "stopping")  # states of a job or run with a process, whatever the run's files say
 MOST_FOLLOWED = 16  # most runs with records in memory
@@ -162,6 +164,9 @@ class Page:
             await asyncio.to_thread(self.source.act, run, action)
         except (ChatError, ValueError, RuntimeError, OSError) as error:
             why = str(error) if run is None else str(error).replace(str(run.paths[0]), run.title)
+            if isinstance(error, OSError) and not user.is_owner:
+                logger.error("%s of %s: %s", action, name, error)
+                why = "The server could not read or write its files; its log says more."
             page = plain_page("That was not done", REFUSAL.format(why=escape(why)))
             return HTMLResponse(page, error.status if isinstance(error, ChatError) else 409)
         return RedirectResponse(f"/{query_of(name)}", 303)
@@ -192,8 +197,8 @@ def run_names(request: Request) -> list[str]:
 async def form_fields(request: Request) -> dict[str, str]:
     """Return the fields of a form, the first of each name; none if the body is not a form. ChatError if the Origin
     header, which browsers send with each POST, is missing or another site's (CSRF)."""
-    origin = urlsplit(request.headers.get("origin", ""))
-    if origin.scheme not in ("http", "https") or origin.netloc != request.headers.get("host", ""):
+    scheme, _, place = request.headers.get("origin", "").partition("://")
+    if scheme not in ("http", "https") or place != request.headers.get("host", ""):
         raise ChatError(403, f"the request comes from {request.headers.get('origin', 'nowhere')!r}; buttons of this "
                              "page are its own only", None, "wrong_origin")
     try:

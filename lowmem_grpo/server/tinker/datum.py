@@ -151,8 +151,6 @@ def pass_of(request: Any, bounds: ModelBounds) -> Pass:
 def datum_of(datum: Any, where: str, needs: tuple[str, ...], bounds: ModelBounds, loss: str) -> Datum:
     """Check a Datum message, and return its Datum. Inputs that only other losses need are ignored."""
     ids = ids_of(datum.model_input, f"{where}.model_input", bounds)
-    if len(ids) > bounds.context:
-        raise ValueError(f"{where}.model_input has {len(ids)} tokens; the server takes at most {bounds.context}")
     inputs = f"{where}.loss_fn_inputs"
     if unknown := sorted(datum.loss_fn_inputs.keys() - KNOWN):
         raise ValueError(f"{inputs} has {unknown[0]!r}, which no loss here takes; they take {', '.join(sorted(KNOWN))}")
@@ -177,6 +175,9 @@ def datum_of(datum: Any, where: str, needs: tuple[str, ...], bounds: ModelBounds
 
 def ids_of(chunks: Any, where: str, bounds: ModelBounds) -> list[int]:
     tokens: list[int] = []
+    size = len(chunks) if len(chunks) > bounds.context else sum(len(each.encoded_text.tokens) for each in chunks) // 4
+    if size > bounds.context:  # before any is read: millions of empty chunks take minutes
+        raise ValueError(f"{where} has {size} tokens or chunks; the server takes at most {bounds.context}")
     for place, chunk in enumerate(chunks):
         kind, here = chunk.WhichOneof("kind"), f"{where}.chunks[{place}]"
         if kind != "encoded_text":

@@ -36,6 +36,7 @@ TABLES = [
 MODELS = ("SELECT tinker_models.*, COALESCE((SELECT asked FROM tinker_times WHERE model = id), 0.0) AS asked "
           "FROM tinker_models")
 KEPT = 4096  # the newest answers kept for each model; clients fetch them within seconds
+MOST_TOLD = 2000  # characters of why a request failed
 AHEAD = 4096  # the most requests of a model that may wait
 JSON = "application/json"
 PASS = "forward_backward"  # the kind of a request that may add gradients
@@ -95,8 +96,10 @@ class ModelReply:
 
     @classmethod
     def failed(cls, message: str, category: str = "user", effect: Effect = "") -> "ModelReply":
-        """Return the reply to a failed request; `category` says whose fault it is: "user" or "server"."""
-        return cls.from_json({"error": message, "category": category}, effect)
+        """Return the reply to a failed request; `category` says whose fault it is: "user" or "server". A long message
+        is cut: it repeats what was sent, and answers are stored."""
+        cut = message if len(message) <= MOST_TOLD else f"{message[:MOST_TOLD]}..."
+        return cls.from_json({"error": cut, "category": category}, effect)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from lowmem_grpo.models.packing import Packer, unpack
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
 from lowmem_grpo.server.openai.request import MOST_STOP, MOST_STOPS
 from lowmem_grpo.server.openai.request_queue import EngineCall, WorkerClosedError
+from lowmem_grpo.server.requests import without_place
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.adapters import group_of
 from lowmem_grpo.server.tinker.calls import SampleRequest
@@ -189,7 +190,7 @@ def failed(error: BaseException, adapter: Path | None) -> ModelReply:
         return ModelReply.failed("the server ends; ask the next one", "server")
     if adapter is None or adapter.is_dir():
         if isinstance(error, ValueError):
-            return ModelReply.failed(str(error))
+            return ModelReply.failed(without_place(error, adapter))
     else:
         return ModelReply.failed("the weights to sample from were deleted meanwhile: make a new sampling client")
     logger.error("a sample failed", exc_info=error)

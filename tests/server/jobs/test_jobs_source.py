@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -113,6 +114,21 @@ def test_page_and_interface_are_at_one_address_and_neither_opens_the_other(
     assert queue.one(int(anns)).state == CANCELLED
     browser.post("/page/enter", data={"key": KEYS["eve"]}, headers={"origin": HERE})
     assert "arithmetic" not in browser.get("/").text
+
+
+@pytest.mark.parametrize(("user", "key"), [(ANN, KEYS["ann"]), (ROOT, "tml-root-root-root-root-root")])
+def test_only_the_owner_reads_which_file_the_server_cannot_write(
+    user: User, key: str, queue: JobQueue, source: JobsSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = Users("tml-root-root-root-root-root", [(ANN, KEYS["ann"])])
+    browser = TestClient(page_app(Page(source, SignIn(users))), base_url=HERE)
+    name = submit(queue)
+    browser.post("/page/enter", data={"key": key}, headers={"origin": HERE})
+    path = queue.database.path
+    monkeypatch.setattr(queue, "cancel", Mock(side_effect=OSError(f"{path} was not written: the disk is full")))
+    answer = browser.post("/page/do/stop", data={"run": name}, headers={"origin": HERE})
+    assert answer.status_code == 409 and (str(path) in answer.text) is user.is_owner
+    assert user.is_owner or "its log says more" in answer.text
 
 
 @needs_chromium

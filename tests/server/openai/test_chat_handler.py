@@ -254,6 +254,10 @@ def test_what_goes_wrong_in_the_engine_or_after_the_end_is_an_error_of_the_serve
         with pytest.raises(ChatError, match=words) as caught:
             asked(chat)
         assert caught.value.status == status
+    chat.user = "ann"  # a server's: what its files are called is not for its users
+    with pytest.raises(ChatError, match=r"could not answer \(OSError\)$"):
+        asked(chat)
+    chat.user = ""
     chat.worker.close()
     with pytest.raises(ChatError, match="the engine is closed") as caught:
         asked(chat)

@@ -1,14 +1,16 @@
 """A request above a limit of an endpoint is refused with the limit's name, and costs the other requests nothing."""
 
+import asyncio
 import json
 import logging
 import resource
 import socket
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -17,7 +19,9 @@ from tables import every_row
 
 from lowmem_grpo.agents.endpoint import Endpoint
 from lowmem_grpo.server import server
-from lowmem_grpo.server.requests import Limits
+from lowmem_grpo.server.openai.routes import Completions
+from lowmem_grpo.server.openai.sessions import OpenSessions
+from lowmem_grpo.server.requests import ChatError, Limits
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 MIB = 2**20
@@ -35,6 +39,12 @@ def sent(endpoint: Endpoint, headers: str, *parts: bytes) -> tuple[int, Any]:
             while piece := connection.recv(65536):
                 said += piece
     return int(said.split()[1]), json.loads(said.partition(b"\r\n\r\n")[2])
+
+
+def slots_of(endpoint: Endpoint) -> Any:
+    """The slots of the one key that was used."""
+    until(lambda: len(endpoint.completions.slots) == 1)
+    return next(iter(endpoint.completions.slots.values()))
 
 
 def test_of_50_mb_not_a_byte_is_waited_for() -> None:
@@ -69,7 +79,7 @@ def test_beyond_the_queue_a_request_is_told_to_come_again_and_then_gets_its_repl
         calls = [pool.submit(client_of(endpoint).chat.completions.create, model="agent", messages=HI) for _ in range(2)]
         gate.wait_for(2)
         calls.append(pool.submit(client_of(endpoint).chat.completions.create, model="agent", messages=HI))
-        until(lambda: endpoint.completions.slots.statistics().tasks_waiting == 1)
+        until(lambda: slots_of(endpoint).statistics().tasks_waiting == 1)
         with pytest.raises(openai.RateLimitError, match="2 requests are being answered and 1 wait") as refused:
             client_of(endpoint).chat.completions.create(model="agent", messages=HI)
         assert refused.value.response.headers["retry-after"] == "1"
@@ -78,6 +88,24 @@ def test_beyond_the_queue_a_request_is_told_to_come_again_and_then_gets_its_repl
         gate.opened.set()
         assert [call.result(60).choices[0].message.content for call in calls] == ["heard: hi"] * 4
     assert chat.most == 2
+
+
+def test_a_key_that_fills_its_slots_and_its_queue_leaves_those_of_others_free() -> None:
+    limits = Limits(concurrent=1, queue=0)
+    completions = Completions(Mock(), OpenSessions(limits), limits, asyncio.Event())
+
+    def of(key: str) -> AbstractAsyncContextManager[None]:
+        return completions.working_for(Mock(scope={"holder": key}, receive=asyncio.Event().wait))
+
+    async def both() -> None:
+        async with of("ann"):
+            with pytest.raises(ChatError, match="1 requests are being answered"):
+                async with of("ann"):
+                    pass
+            async with of("bob"):
+                pass
+
+    asyncio.run(both())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -101,7 +129,7 @@ def test_a_client_that_reads_nothing_of_its_stream_frees_its_slot_in_time() -> N
 
     with Endpoint(Endless(), limits=Limits(seconds=0.3, concurrent=1)) as endpoint:
         deaf = begun(endpoint.base_url, endpoint.api_key, model="agent", messages=HI, stream=True)
-        until(lambda: endpoint.completions.slots.borrowed_tokens == 1)
+        until(lambda: slots_of(endpoint).borrowed_tokens == 1)
         endpoint.completions.limits = replace(endpoint.limits, seconds=600)
         assert client_of(endpoint).chat.completions.create(model="agent", messages=HI).choices
         deaf.close()

@@ -282,6 +282,7 @@ def test_the_least_recently_used_head_makes_room_and_deletion_frees_it() -> None
 
 @every_row(("make", "told"), [
     (lambda: read(CreateModel, b'{"model_seq_id": 0, "lora_config": {"rank": 0}}'), "lora_config.rank is 0"),
+    (lambda: read(CreateModel, b'{"model_seq_id": 0, "lora_config": {"rank": 513}}'), "rank is 513; .* equal to 512"),
     (lambda: LoraSettings(rank=4, attention=False, mlp=False), "train_attn"),
     (lambda: read(CreateModel, b'{"model_seq_id": 0, "lora_config": {"rank": 4, "bias": 1}}'),
      "lora_config.bias is not .* Known are rank, seed, train_attn, train_mlp"),

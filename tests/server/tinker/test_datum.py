@@ -50,6 +50,7 @@ def spoiled(spoil: Callable[[Any, Any], object]) -> Any:
     (wire.ForwardBackwardRequest(loss_fn="cross_entropy"), "data is empty"),
     (spoiled(lambda datum, _: datum.model_input.add(image={"format": "png"})),
      r"data\[0\].model_input.chunks\[1\] is image"),
+    (spoiled(lambda datum, _: [datum.model_input.add() for _ in range(8)]), "has 9 tokens or chunks"),
     (request(mask=torch.zeros(3)), "'mask'"),
     (request(targets=TOKENS), r"weights'\] has the shape \[3\], and the targets \[3, 3\]"),
     (spoiled(lambda _, weights: weights.sparse_csr.SetInParent()), "is sparse"),
@@ -129,6 +130,7 @@ def spoiled_matrix(**changes: Any) -> Any:
     (spoiled_matrix(col_indices=[2**63 - 1, 2, 0, 1]), sparse(WEIGHTS), "be 0 to 2"),
     (spoiled_matrix(col_indices=[0, 3, 0, 1]), sparse(WEIGHTS), "be 0 to 2"),
     (spoiled_matrix(col_indices=[0, -1, 0, 1]), sparse(WEIGHTS), "be 0 to 2"),
+    (spoiled_matrix(col_indices=[-1, 2, 0, 1]), sparse(WEIGHTS), "be 0 to 2"),  # which rises
     (spoiled_matrix(col_indices=[1, 1, 0, 1]), sparse(WEIGHTS), "rise within a row"),
     (spoiled_matrix(values=[7, 9, 4]), sparse(WEIGHTS), "3 values for 4 places"),
     (dense(TOKENS[:2]), dense(WEIGHTS), r"shape \[2, 3\]; it must be .*\[3, K\]"),

@@ -1,5 +1,6 @@
 """Clients that leave: their models are unloaded, their snapshots replaced, their weights deleted in time."""
 
+import asyncio
 import time
 from collections import defaultdict
 from datetime import datetime
@@ -12,8 +13,9 @@ from tinker_server import MODEL, OTHER, OWNER, Server, body
 from transformers import AutoTokenizer
 
 from lowmem_grpo.models.stored_model import public_name
+from lowmem_grpo.server.requests import ChatError
 from lowmem_grpo.server.tinker import usage as runs
-from lowmem_grpo.server.users import Allowance
+from lowmem_grpo.server.users import Allowance, User
 
 
 def snapshot(server: Server, model: str, seq: int) -> str:
@@ -116,6 +118,20 @@ def test_a_sampler_whose_weights_were_deleted_says_so_and_nothing_of_the_servers
     assert "were deleted meanwhile" in told["error"] and "/" not in told["error"]
     after = server.sample(sampler, 2)
     assert after.status_code == 404 and "its weights were deleted" in after.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
+def test_of_damaged_weights_a_client_learns_nothing_of_the_servers_folders(
+    file: str, server: Server, tmp_path: Path
+) -> None:
+    path = server.asked("save_weights_for_sampler", model_id=(model := server.trained()), seq_id=3, path="s")["path"]
+    [saved] = (tmp_path / "models" / "saved").iterdir()
+    (saved / file).write_text("damaged")
+    told = server.wait(server.sample(server.sampler(model.partition(":")[0], 9, path)).json()).text
+    with pytest.raises(ChatError) as refused:
+        asyncio.run(server.model.completions.chats(User("owner")).create({"model": path, "prompt": [5]}, texts=True))
+    for said in (told, str(refused.value)):
+        assert str(tmp_path) not in said and "cannot be read" in said
 
 
 def test_weights_go_when_their_time_is_over_and_the_time_can_be_set(

@@ -11,7 +11,7 @@ from tinker_server import OTHER, Server, same
 from lowmem_grpo.server.tinker import wire
 from lowmem_grpo.server.tinker.calls import SampleRequest, read
 from lowmem_grpo.server.tinker.datum import ModelBounds
-from lowmem_grpo.server.tinker.sampling import params_of
+from lowmem_grpo.server.tinker.sampling import failed, params_of
 
 BOUNDS = ModelBounds(vocabulary=384, context=64)
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7, 8]}]}
@@ -78,3 +78,15 @@ def test_wrong_samples_are_refused_with_the_field(change: dict[str, Any], told: 
     given = {"seq_id": 0, "prompt": PROMPT, "sampling_params": {}} | change
     with pytest.raises(ValueError, match=told):
         params_of(read(SampleRequest, json.dumps(given).encode()), BOUNDS)
+
+
+def test_more_likeliest_tokens_than_a_small_vocabulary_has_are_refused() -> None:
+    given = {"seq_id": 0, "prompt": [1], "sampling_params": {}, "topk_prompt_logprobs": 9}
+    with pytest.raises(ValueError, match="topk_prompt_logprobs is 9; it must be at most 8"):
+        params_of(read(SampleRequest, json.dumps(given).encode()), ModelBounds(vocabulary=8, context=64))
+
+
+@pytest.mark.parametrize("error", [OSError("/srv/x is gone"), RuntimeError("/srv/x"), KeyError("/srv/x")])
+def test_an_error_of_the_server_in_a_sample_tells_the_client_nothing_of_its_files(error: Exception) -> None:
+    answer = failed(error, None).body.decode()
+    assert "/srv" not in answer and '"category": "server"' in answer

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tables import every_row
@@ -239,6 +240,17 @@ def test_a_request_during_which_two_servers_died_is_failed_by_the_third_and_its_
     assert [each.returncode for each in done] == [-number, -number, 0], done[-1].stderr[-2000:]
     assert "the server ended 2 times while it ran this forward_backward" in done[-1].stdout
     assert "grad_norm" in done[-1].stdout
+
+
+def test_what_fails_in_the_server_is_answered_without_its_words(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = server.create()
+    monkeypatch.setattr(server.model.training.adapters, "run", Mock(side_effect=RuntimeError("/srv/x")))
+    told = server.wait(server.forward_backward(model, 1, 1)).json()
+    assert told["category"] == "server" and "/srv" not in told["error"]
+    monkeypatch.undo()
+    assert server.train(model, 2)["metrics"]
 
 
 def test_only_starts_of_other_servers_count_against_a_stored_request(server: Server) -> None:

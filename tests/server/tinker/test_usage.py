@@ -155,6 +155,13 @@ def test_answers_are_bounded_too(served: Any, monkeypatch: pytest.MonkeyPatch) -
     assert "error" not in told[0] and told[-1].startswith('{"error": "storage: 0.0 MiB of answers are kept')
 
 
+def test_why_a_request_failed_does_not_store_what_was_sent(served: Any) -> None:
+    server = served()
+    model = server.create()
+    told = server.asked("save_weights", model_id=model, seq_id=1, path="x" * 10**6)
+    assert told["error"].startswith("path is 'xxx") and server.model.training.store.answers_of("owner") < 5000
+
+
 def test_sessions_are_bounded_and_those_that_ended_make_room(served: Any) -> None:
     server = served(sessions=3)
     sessions = [server.post("create_session", {}).json()["session_id"] for _ in range(3)]
