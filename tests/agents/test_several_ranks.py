@@ -13,7 +13,7 @@ from lowmem_grpo.runs.records import read_lines
 from tests.attacks.ranked_run import Ranked
 
 TASKS, MEMBERS = 3, 4
-ROUNDING = 5e-4  # float32, divided by Adam
+ROUNDING = 1e-4  # of float32, through Adam, which makes much of the rounding of gradients that are nearly zero
 
 
 async def games(model: Any, tasks: Any) -> list[art.TrajectoryGroup]:
@@ -65,7 +65,7 @@ def test_what_several_ranks_played_trains_the_adapter_of_one_process(
     assert sorted(task for each in found for task in each["tasks"]) == sorted(expected["tasks"]), "each task once"
     for each in found:
         for name, held in expected["weights"].items():
-            assert (each["weights"][name] - held).abs().max() <= ROUNDING * held.abs().max()
+            assert (each["weights"][name] - held).norm() <= ROUNDING * held.norm()
         assert (each["saved"], each["state"]) == ([2], {"step": 2})
         for name in ("reward", "trajectories/total", "trajectories/trained", "metrics/won", "num_tokens"):
             assert each["metrics"][name] == pytest.approx(expected["metrics"][name]), name

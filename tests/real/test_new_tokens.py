@@ -30,8 +30,8 @@ def test_three_tokens_are_learned_by_rows_that_are_a_few_kilobytes_and_greedy_to
     ids = tokenizer.convert_tokens_to_ids([*MEANT])
     model = FastLanguageModel.get_peft_model(bare, r=4, use_gradient_checkpointing=False, trainable_token_indices=ids)
     trainer = SFTTrainer(model, [{"text": text} for text in TEXTS], SFTConfig(
-        output_dir=str(tmp_path), max_steps=12, per_device_train_batch_size=16, learning_rate=1e-3,
-        embedding_learning_rate=1e-2, save_strategy="no", disable_tqdm=True))
+        output_dir=str(tmp_path), max_steps=12, per_device_train_batch_size=4, learning_rate=2e-3,
+        embedding_learning_rate=2e-2, save_strategy="no", disable_tqdm=True))
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     model.save_lora(adapter)
