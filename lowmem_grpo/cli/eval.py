@@ -80,10 +80,14 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     is tested on the problems of its own recipe, with the options with which it was started; KEY=VALUE, as in
     `lowmem-grpo run`, gives other options of the recipe."""
     with plain_errors():
+        from lowmem_grpo.cli.options import check_model
+
+        if is_gguf(target) or not Path(target).exists():
+            check_model(target)
         chosen["recipe"] = chosen["recipe"] or (None if chosen["dataset"] else recipe_of(chosen["adapter"] or target))
     check_source(chosen)
     with plain_errors():
-        from lowmem_grpo.cli.options import check_adapter, check_data, check_exam, check_model, check_words
+        from lowmem_grpo.cli.options import check_adapter, check_data, check_exam, check_rows, check_words
         from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.config.sampling import SamplingParams
         from lowmem_grpo.data.files import check_prompt_column, columns_of, is_file_name
@@ -102,10 +106,11 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
             if is_file_name(chosen["dataset"]):
                 columns = columns_of(Path(chosen["dataset"]))
                 check_prompt_column(chosen["dataset"], columns, chosen["prompt_column"])
-        if is_gguf(target) or not Path(target).exists():
-            check_model(target)
         subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"], chosen["load_in_fp8"])
         check_adapter(subject.adapter)
+        if chosen["recipe"]:
+            check_rows(chosen["recipe"], chosen["dataset"], chosen["options"],
+                       summary_of(subject) if subject.adapter else {})
         folder = out or subject.out
         check_folder(folder, "--out")
         place = folder.absolute()  # what is evaluated may change the working directory

@@ -65,6 +65,8 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     if asked.engine == VLLM:
         refuse_absent()
     check_model(asked.model)
+    if not is_recipe_file(name):
+        refuse_empty(asked, written)
     source = getattr(asked, "dataset", None) or written.get("dataset", ("", None))[1]
     if not is_recipe_file(name) or REPO.fullmatch((source or "").partition(":")[0]):
         check_data(source, literal(assigned(tree, "COLUMNS")) or ())
@@ -93,6 +95,26 @@ def class_of(written: dict[str, tuple[str, str]], config_class: type = GRPOConfi
                           bases=(RecipeOptions,), namespace={"settings": config_class})
 
 
+def refuse_empty(asked: Any, written: dict[str, tuple[str, str]]) -> None:
+    """Raise ValueError for an option that is an empty text."""
+    for option, (_, default) in written.items():
+        value = getattr(asked, option)
+        if isinstance(value, str) and not value.strip():
+            raise ValueError(f"{option} is empty; give a value, or leave it out for {default}")
+
+
+def check_rows(recipe: str, source: str | None, words: Sequence[str], run: dict[str, Any]) -> None:
+    """Raise as `check_data` for the rows of an exam: `source`, or the option `dataset` in `words`, in a run's summary
+    or by default."""
+    from lowmem_grpo.recipes.options import parse
+
+    tree = recipe_tree(recipe)
+    recorded = run.get("options") if run.get("recipe") == recipe else None
+    usual = {"dataset": own_options(tree).get("dataset", ("", None))[1]} if not is_recipe_file(recipe) else {}
+    check_data(source or (usual | (recorded or {}) | parse([*words])).get("dataset"),
+               literal(assigned(tree, "COLUMNS")) or ())
+
+
 def check_words(recipe: str, words: Sequence[str]) -> None:
     """Raise click.UsageError for words that are not key=value with an option that the recipe alone has."""
     from lowmem_grpo.recipes.options import fill, parse
@@ -102,7 +124,9 @@ def check_words(recipe: str, words: Sequence[str]) -> None:
         if name not in own:
             allowed = f"its options are {', '.join(own)}" if own else "it has no options of its own"
             raise click.UsageError(f"{name} is no option of the problems of {recipe}{suggestion(name, own)}; {allowed}")
-    fill(class_of(own), [*words])
+    asked = fill(class_of(own), [*words])
+    if not is_recipe_file(recipe):
+        refuse_empty(asked, own)
 
 
 def check_rewards(names: list[str], plain: set[str], settings: dict[str, Any]) -> None:

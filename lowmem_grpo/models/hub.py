@@ -13,12 +13,12 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import constants, errors
 
-from lowmem_grpo.runs.files import CARD, has_own_card
+from lowmem_grpo.runs.files import CARD, beside, has_own_card
 from lowmem_grpo.utils import is_gguf
 
 logger = logging.getLogger(__name__)
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-LISTED = 8  # folders in a message
+RUNS = "runs"  # where the recipes write
 SECONDS = 4.0  # to wait for the hub, unless HF_HUB_ETAG_TIMEOUT is set
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -113,8 +113,9 @@ def find_model(
         raise OSError(f"no model {name!r}: it is gated. Ask its owner for access on its page of the hub, then "
                       "hf auth login, or token=...") from error
     except errors.RepositoryNotFoundError as error:
-        raise OSError(f"no model {name!r}: the hub has no such model, or it is private (then: hf auth login, or "
-                      "token=...)") from error
+        absent = f"{said}, and " if (said := misspelled(name)) else ""
+        raise OSError(f"no model {name!r}: {absent}the hub has no such model, or it is private (then: hf auth login, "
+                      "or token=...)") from error
     except errors.RevisionNotFoundError as error:
         raise OSError(f"no model {name!r}: on the hub it has no revision {revision!r}") from error
     except errors.HfHubHTTPError:
@@ -202,11 +203,16 @@ def away(kind: str, name: str, why: str) -> str:
     fetch = f"hf download {name}; or give its folder"
     if kind == "dataset":  # without a network, `datasets` cannot read what `hf download` fetched
         fetch = f"datasets.load_dataset({name!r}, split='train').to_json('rows.jsonl'); then give that file"
-    here = Path(name).parent
-    if kind == "model" and str(here) != "." and here.is_dir():  # the name of a local folder, misspelled
-        held = ", ".join(sorted(each.name for each in here.iterdir() if each.is_dir())[:LISTED]) or "no folders"
-        return f"no model {name!r}: there is no such folder ({here} has {held}), and on the hub, {why}"
+    if kind == "model" and (absent := misspelled(name)):
+        return f"no model {name!r}: {absent}, and on the hub, {why}"
     return f"no {kind} {name!r}: it is not in the cache, and {why}. Where there is a network: {fetch}"
+
+
+def misspelled(name: str) -> str:
+    """Return what lies where a model's name would be a folder; "" unless it may have been meant as one."""
+    here = Path(name).parent
+    meant = str(here) == RUNS or (str(here) != "." and here.is_dir())
+    return f"there is no such folder ({beside(Path(name))})" if meant else ""
 
 
 def first_line(error: BaseException) -> str:

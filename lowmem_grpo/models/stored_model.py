@@ -18,6 +18,7 @@ from lowmem_grpo.memory.families import TEXT_NAMES, check_family, check_float16,
 from lowmem_grpo.memory.layer_forms import FP8, MXFP4, NF4, NVFP4
 from lowmem_grpo.memory.model_shape import named_config, read_config
 from lowmem_grpo.models.gguf_file import gguf_config
+from lowmem_grpo.runs.files import beside
 from lowmem_grpo.runs.saved_adapter import adapter_at
 from lowmem_grpo.utils import JsonError, is_adapter, is_gguf, leads_out, read_json
 
@@ -57,7 +58,8 @@ def resolve(model_name: str) -> str:
     if not looks_like_path and not folder.is_dir():
         return model_name
     if not (folder / "config.json").is_file():
-        why = "the folder holds no config.json" if folder.is_dir() else "there is no such folder"
+        why = "the folder holds no config.json" if folder.is_dir() else \
+            f"there is no such folder ({beside(folder)})"
         raise OSError(f"no model {model_name!r}: {why}")
     if is_adapter(folder):
         raise OSError(f"no model {model_name!r}: the folder holds an adapter, and no weights of a model. Name its "

@@ -18,6 +18,7 @@ except ImportError:  # Windows
 
 logger = logging.getLogger(__name__)
 CARD = "README.md"
+LISTED = 8  # folders in a message
 ABSENT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.ENOTTY, errno.EPERM}
 OF_WRITING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 LOST = {  # what a file system may not know, and what is lost by it
@@ -43,6 +44,15 @@ ADVICE = {
 def existing(path: Path) -> Path:
     """Return the path itself, or the nearest folder above it that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def beside(path: Path) -> str:
+    """Return which folders lie where this path would be, in words."""
+    here = path.parent
+    if not here.is_dir():
+        return f"there is no folder {here}"
+    held = sorted(each.name for each in here.iterdir() if each.is_dir() and not each.name.startswith("."))[:LISTED]
+    return f"{'this folder' if str(here) == '.' else here} has {', '.join(held) or 'no folders'}"
 
 
 def folder_fault(folder: Path, option: str = "output_dir") -> tuple[str, str] | None:

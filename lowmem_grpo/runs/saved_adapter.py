@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.config.teacher import OF_MODEL
+from lowmem_grpo.runs.files import beside
 from lowmem_grpo.runs.records import FINAL, SUMMARY, json_object
 from lowmem_grpo.utils import COUNT, MIB, PATH, TEXT, TRUTH, Rule, check_given, is_adapter, leads_out, read_json
 
@@ -132,7 +133,8 @@ def find_adapter(path: Path, unfinished: bool = False) -> RunAdapter:
     """Return the adapter in a run, checkpoint or adapter folder; `unfinished` allows the last good checkpoint of a run
     that never finished. RunError if there is no adapter, CheckpointError for damaged files."""
     if not path.exists():
-        raise RunError(f"there is no {path}; give the folder of a run, of a checkpoint or of a saved adapter")
+        raise RunError(f"there is no {path}; give the folder of a run, of a checkpoint or of a saved adapter "
+                       f"({beside(path)})")
     if not path.is_dir():
         raise RunError(f"{path} is a file; give the folder of a run, of a checkpoint or of a saved adapter")
     if (path / MANIFEST).is_file():

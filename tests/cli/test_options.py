@@ -84,6 +84,18 @@ WRONG = {  # command line: words of the refusal
     "eval tiny": "name the problems: --recipe NAME", "eval tiny --dataset x.jsonl": "--dataset needs --reward NAME",
     "eval tiny --recipe arithmatic": "no recipe 'arithmatic'; did you mean arithmetic?",
     "eval tiny --recipe options": "no recipe 'options'", "eval tiny --recipe ./nope.py": "(no such file)",
+    "run gsm8k dataset=": "dataset is empty; give a value, or leave it out for openai/gsm8k",
+    "run instructions kinds=": "kinds is empty; give a value, or leave it out",
+    "run countdown 'operators= '": "operators is empty; give a value, or leave it out for +-*/",
+    "eval tiny --recipe instructions kinds=": "kinds is empty; give a value",
+    "eval tiny --recipe gsm8k": "no dataset 'openai/gsm8k': it is not in the cache",
+    "eval tiny --recipe gsm8k --dataset nope.jsonl": "no file 'nope.jsonl' that can be read",
+    "eval tiny --recipe gsm8k dataset=rows.jsonl": "rows.jsonl has no column question",
+    "eval moved --recipe gsm8k": "no file '/gone/rows.jsonl' that can be read",
+    "eval runs/nope": "no model 'runs/nope': there is no such folder (there is no folder runs)",
+    "report old/nope": "'old/nope' does not exist. Choose another; old has no folders.",
+    "pairs moved/nope": "'moved/nope' does not exist. Choose another; moved has adapter.",
+    "generate hi --adapter moved/nope": "give the folder of a run, of a checkpoint or of a saved adapter (moved has ad",
     "eval tiny --recipe countdown max_number=3": "max_number is no option of the problems of countdown; did you mean",
     "eval tiny --recipe countdown max_numbers=x": "max_numbers is 'x'; it must be a whole number",
     "eval tiny --recipe countdown 3": "cannot read '3': write key=value",
@@ -235,13 +247,16 @@ FILES = {  # by their paths below the folder in which the commands run
     "old/metrics.jsonl": '{"step": 1, "elapsed": 1.0}\n', "old/summary.json": '{"status": "running", "steps": 1}',
     "stepless/metrics.jsonl": '{"loss": 1.0}\n', "list/config.json": "[1]",
     "ia3/adapter_config.json": '{"peft_type": "IA3"}', "lora/adapter_config.json": '{"peft_type": "LORA"}',
-    "torn/adapter_config.json": "{", **{f"{name}/adapter_model.safetensors": "" for name in ("ia3", "lora", "torn")},
+    "moved/summary.json": '{"recipe": "gsm8k", "status": "finished", "options": {"dataset": "/gone/rows.jsonl"}}',
+    "moved/adapter/adapter_config.json": '{"peft_type": "LORA", "base_model_name_or_path": "tiny"}',
+    "torn/adapter_config.json": "{",
+    **{f"{name}/adapter_model.safetensors": "" for name in ("ia3", "lora", "torn", "moved/adapter")},
 }
 
 
 def test_a_wrong_line_is_refused_in_words_before_anything_heavy_is_imported_or_written(tmp_path: Path) -> None:
     for name, content in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content, "latin-1")
         (tmp_path / name).chmod(0o600)
     wrong = WRONG | CALLS

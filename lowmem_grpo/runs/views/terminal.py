@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from lowmem_grpo.config.launcher import this_process
+from lowmem_grpo.runs.files import beside
 from lowmem_grpo.utils import visible
 
 MOST_COLUMNS = 160  # longer lines are hard to read
@@ -31,7 +32,12 @@ class UserPath(click.Path):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if not str(value).strip():
             self.fail("it is empty; name a file or a folder, such as . for this one", param, ctx)
-        return super().convert(os.path.expanduser(value), param, ctx)
+        path = os.path.expanduser(value)
+        try:
+            return super().convert(path, param, ctx)
+        except click.BadParameter as error:
+            held = "" if os.path.exists(path) else f" Choose another; {beside(Path(path))}."
+            raise click.BadParameter(error.message + held, ctx, param) from None
 
 
 @contextmanager
