@@ -12,8 +12,7 @@ from lowmem_grpo.config.sampling import EpisodeSettings
 from lowmem_grpo.environments.env_spec import seeded_rows
 from lowmem_grpo.models.stored_model import EMBEDDED
 from lowmem_grpo.recipes.options import RecipeOptions, parse, recalled
-from lowmem_grpo.recipes.recipe_file import NO_EXAM, find_recipe, is_recipe_file
-from lowmem_grpo.runs.saved_adapter import read_summary
+from lowmem_grpo.recipes.recipe_file import NO_EXAM, find_recipe, summary_of
 from lowmem_grpo.trainer.play import Play
 
 EPISODES = ("chat_template_kwargs", *(entry.name for entry in fields(EpisodeSettings)))  # settings of GRPOConfig
@@ -60,9 +59,7 @@ def find_exam(recipe: str) -> Exam:
 
 def recorded_by(adapter: Path | None, recipe: str) -> dict[str, Any]:
     """Return summary.json of the run that saved the adapter, if it was a run of this recipe; else an empty dict."""
-    summary = {} if adapter is None else read_summary(adapter.absolute().parent)
-    name = Path(recipe).stem if is_recipe_file(recipe) else recipe
-    return summary if summary.get("recipe") == name else {}
+    return {} if adapter is None else summary_of(adapter.absolute().parent, recipe)
 
 
 def exam_as_trained(recipe: str, model: str, run: Mapping[str, Any], words: Sequence[str]) -> tuple[Exam, str]:

@@ -139,15 +139,20 @@ def fill(options: type[RecipeOptions], arguments: list[str]) -> Any:
 def recalled(options: type[RecipeOptions], recorded: Mapping[str, Any], arguments: Sequence[str]) -> Any:
     """Return a recipe's options as a run recorded them, except for those that `arguments` change. ValueError or
     click.UsageError for wrong values."""
-    hints, own = get_type_hints(options), {entry.name for entry in fields(options)}
-    try:
-        known = {name: TypeAdapter(hints[name]).validate_python(value) for name, value in recorded.items()
-                 if name in own}
-    except ValidationError as error:
-        raise ValueError(f"the options in the run's summary.json cannot be used: {error}") from error
-    values = known | {name: typed(options, name, text) for name, text in parse([*arguments]).items()}
+    asked = {name: typed(options, name, text) for name, text in parse([*arguments]).items()}
+    values = usable(options, recorded) | asked
     check_ranges(options, values)
     return options(**values)
+
+
+def usable(options: type[RecipeOptions], recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a run's recorded options that the recipe has; ValueError for a value of another type."""
+    hints, own = get_type_hints(options), {entry.name for entry in fields(options)}
+    try:
+        return {name: TypeAdapter(hints[name]).validate_python(value) for name, value in recorded.items()
+                if name in own}
+    except ValidationError as error:
+        raise ValueError(f"the options in the run's summary.json cannot be used: {error}") from error
 
 
 def typed(owner: type, name: str, text: str) -> Any:

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
@@ -20,6 +21,7 @@ from lowmem_grpo.config.unsupported import suggestion
 from lowmem_grpo.data.files import KINDS
 from lowmem_grpo.recipes import RECIPES
 from lowmem_grpo.rewards.reward import Reward, Verifier
+from lowmem_grpo.runs.saved_adapter import read_summary
 from lowmem_grpo.runs.views.terminal import echo, is_ours, plain_errors, quiet
 
 
@@ -148,9 +150,31 @@ def run_module(module: Any, arguments: list[str], name: str) -> None:
     if not (isinstance(options, type) and issubclass(options, RecipeOptions)) or not callable(run):
         lacks = "run(options)" if not callable(run) else "OPTIONS"
         raise ValueError(f"{name} is not a recipe: it has no {lacks}. {NEEDED}")
-    filled = fill(options, arguments)
+    filled = resumed(module, fill(options, arguments), arguments, name)
     with own_traceback(Path(name).expanduser()):
         run(filled)
+
+
+def summary_of(folder: Path, recipe: str) -> dict[str, Any]:
+    """Return summary.json of the run in a folder, if it was a run of this recipe; else an empty dict."""
+    summary = read_summary(folder)
+    return summary if summary.get("recipe") == (Path(recipe).stem if is_recipe_file(recipe) else recipe) else {}
+
+
+def resumed(module: Any, options: Any, arguments: list[str], name: str) -> Any:
+    """Return the options of a run. If it is resumed, those that only the recipe has are as the run recorded them,
+    unless `arguments` give them; a line names what the run changes."""
+    from lowmem_grpo.recipes.options import parse, usable
+
+    folder = options.config.get("output_dir") or getattr(module, "DEFAULTS", {}).get("output_dir")
+    recorded = summary_of(Path(folder), name).get("options") if options.resume and folder else None
+    asked, now = parse(arguments), options.of_recipe
+    before = {option: value for option, value in usable(type(options), recorded or {}).items()
+              if option not in asked and value != now.get(option)}
+    if not before:
+        return options
+    echo(f"as the run was started: {', '.join(f'{option}={value}' for option, value in before.items())}", err=True)
+    return replace(options, **before)
 
 
 def start(run: Callable[[Any], None], options: type) -> None:
@@ -161,7 +185,7 @@ def start(run: Callable[[Any], None], options: type) -> None:
         quiet()
         with plain_errors(), own_traceback(Path(sys.argv[0])):
             take_card()
-            run(fill(options, sys.argv[1:]))
+            run(resumed(sys.modules["__main__"], fill(options, sys.argv[1:]), sys.argv[1:], sys.argv[0]))
     except click.ClickException as error:
         error.show()
         raise SystemExit(error.exit_code) from error

@@ -65,6 +65,17 @@ def test_an_episode_is_that_of_the_run(tmp_path: Path) -> None:
     assert "from 1 to 5 in 2 tries" in shown.stdout
 
 
+def test_a_run_goes_on_with_the_problems_with_which_it_began(tmp_path: Path) -> None:
+    words = ["train_size=8", "max_completion_length=6", "save_steps=1"]
+    run_well("countdown", tmp_path, *words, "min_numbers=5", "max_numbers=5")
+    result = run_well("countdown", tmp_path, *words, "resume=true", "max_steps=2", "max_numbers=6")
+    assert "as the run was started: min_numbers=5" in result.output
+    options = json.loads((tmp_path / "summary.json").read_text())["options"]
+    assert (options["min_numbers"], options["max_numbers"]) == (5, 6)
+    asked = [json.loads(line)["prompt"] for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert {prompt.partition("numbers ")[2].partition(".")[0].count(",") for prompt in asked} <= {4, 5}
+
+
 def test_a_recipe_file_is_not_run_unasked(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"recipe": "mine", "status": "finished"}')
     result = invoke("eval", tmp_path)
