@@ -202,6 +202,7 @@ def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
         "model": subject.model, "revision": subject.revision,
         "adapter_folder": None if subject.adapter is None else str(subject.adapter),
         "load_in_4bit": subject.load_in_4bit, "load_in_fp8": subject.load_in_fp8,
+        "dtype": str(model.inner.dtype).removeprefix("torch."),
         "recipe": chosen["recipe"], "options": list(chosen["options"]), "dataset": chosen["dataset"],
         "prompts": len(rows), "samples": params.n, "temperature": params.temperature, "max_tokens": max_tokens,
         "seed": params.seed, **{name: described(answers, ks) for name, answers in measured.items()},

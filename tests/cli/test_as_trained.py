@@ -9,7 +9,7 @@ import pytest
 from recipe_runs import invoke, invoke_well, run_well
 
 from lowmem_grpo.recipes.options import recalled
-from lowmem_grpo.recipes.recipe_file import find_recipe
+from lowmem_grpo.recipes.recipe_file import find_recipe, summary_of
 
 FEW = ["train_size=8", "max_completion_length=12"]
 
@@ -78,6 +78,7 @@ def test_a_run_goes_on_with_the_problems_with_which_it_began(tmp_path: Path) -> 
 
 def test_a_recipe_file_is_not_run_unasked(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"recipe": "mine", "status": "finished"}')
+    assert summary_of(tmp_path, "./mine.py")["status"] == "finished" and summary_of(tmp_path, "gsm8k") == {}
     result = invoke("eval", tmp_path)
     assert result.exit_code == 2 and "recipe mine of your own" in result.output and "--recipe ./mine.py" in \
         result.output

@@ -137,7 +137,7 @@ def test_base_and_adapter_answer_the_same_prompts(adapter: Path, tmp_path: Path)
     right = [one["right"] for row in kept["rows"] for one in row["base"]]
     assert sum(right) / len(right) == pytest.approx(found["base"]["accuracy"])
     assert all(row["answer"] in row["base"][0]["text"] for row in kept["rows"] if row["base"][0]["right"])
-    assert "rows" not in found
+    assert "rows" not in found and found["dtype"] in ("float32", "bfloat16")
 
 
 def a_run(adapter: Path, folder: Path, **record: Any) -> Path:
@@ -219,6 +219,9 @@ def test_the_table_shows_answers_side_by_side(capsys: pytest.CaptureFixture[str]
                  "wrong"):
         assert word in shown
     assert "\x1b" not in shown
+    for dtype, words in (("float32", "tiny (32-bit weights)"), ("bfloat16", "tiny (16-bit weights)")):
+        show_result(result | {"load_in_4bit": False, "dtype": dtype}, "", 0, width=100)
+        assert words in capsys.readouterr().out
 
 
 # what it asks

@@ -44,7 +44,8 @@ def show_result(result: dict[str, Any], note: str, shown: int, width: int | None
 
 
 def title(result: dict[str, Any], note: str) -> str:
-    held = "4-bit" if result["load_in_4bit"] else "FP8" if result.get("load_in_fp8") else "16-bit"
+    plain = "32-bit" if result.get("dtype") == "float32" else "16-bit"
+    held = "4-bit" if result["load_in_4bit"] else "FP8" if result.get("load_in_fp8") else plain
     source = f"recipe {result['recipe']}" if result["recipe"] else result["dataset"]
     answers = "one answer" if result["samples"] == 1 else f"{result['samples']} answers"
     name = f"{result['model']} ({held} weights){f', {note}' if note else ''}"
