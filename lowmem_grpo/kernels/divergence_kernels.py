@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vecdot
 
-from lowmem_grpo.kernels.custom_op import custom_op, matmul_fp32
+from lowmem_grpo.kernels.custom_op import addmm, custom_op, matmul_fp32
 from lowmem_grpo.kernels.logits import (
     FLOOR,
     LogitShape,
@@ -72,7 +72,7 @@ def forward_chunks(
                                     weight.dtype if keep_gradient or factors is not None else None)
         slopes = unpadded(student, teacher, weight.dtype) if keep_gradient or factors is not None else student
         if keep_gradient:
-            torch.mm(slopes, weight, out=gradient[chunk])
+            addmm(gradient[chunk], slopes, weight, beta=0)
         if factors is not None:
             slopes = (slopes if ids is None else slopes[:, ids]).T.to(of_head.dtype)
             weighted = (hidden[chunk] * factors[chunk, None]).to(of_head.dtype)

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import check_tensors, large_products
+from lowmem_grpo.kernels.custom_op import addmm, check_tensors, large_products, matmul, upcasts
 from lowmem_grpo.kernels.few_rows import given_adapters
 
 BAND_BYTES = 64 * 2**20  # dequantized at a time
@@ -141,7 +141,7 @@ class FrozenWeight:
             for start, band in column_bands(self, like):
                 columns = x[:, start : start + band.shape[1]]
                 for number, (grad, rows) in enumerate(pairs):
-                    columns.addmm_(grad, band[rows], beta=min(number, 1))
+                    addmm(columns, grad, band[rows], min(number, 1))
             return x if total is None else total.add_(x)
 
 
@@ -165,14 +165,17 @@ class PlainWeight(FrozenWeight, kind="plain"):
             with torch.autocast(x.device.type, enabled=False):
                 return self.project(x, bias)
         with torch.no_grad(), large_products():
-            return torch.nn.functional.linear(x, self.tensor.to(x.dtype), bias)
+            weight = self.tensor.to(x.dtype)
+            if upcasts(x):
+                return matmul(x.reshape(-1, x.shape[-1]), weight.T, bias).view(*x.shape[:-1], len(weight))
+            return torch.nn.functional.linear(x, weight, bias)
 
     def project_back(self, grads: Sequence[Tensor | None], total: Tensor | None = None) -> Tensor:
         (grad,) = grads
         assert grad is not None
         with torch.no_grad(), torch.autocast(grad.device.type, enabled=False), large_products():
             weight = self.tensor.to(grad.dtype)
-            return grad @ weight if total is None else total.addmm_(grad, weight)
+            return matmul(grad, weight) if total is None else addmm(total, grad, weight)
 
 
 def frozen_weight(weight: Any) -> FrozenWeight:
@@ -293,14 +296,14 @@ def project_bands(
         for number, columns, rows in crossings(features, start, start + len(band)):
             bias, part = biases[number], band[rows].T
             if part.shape[1] == features[number]:  # the whole matrix
-                outputs[number] = x @ part if bias is None else torch.addmm(bias, x, part)
+                outputs[number] = matmul(x, part, bias)
                 continue
             if number not in outputs:
                 outputs[number] = x.new_empty(x.shape[0], features[number])
             y = outputs[number][:, columns]
             if bias is not None:
                 y.copy_(bias[columns])
-            y.addmm_(x, part, beta=int(bias is not None))
+            addmm(y, x, part, int(bias is not None))
     return [outputs[number] if number in outputs else x.new_empty(x.shape[0], 0) for number in range(len(features))]
 
 

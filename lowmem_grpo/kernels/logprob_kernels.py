@@ -16,7 +16,7 @@ with all rows, rounded once. A 16-bit gradient fills the first half of each row'
 import torch
 from torch import Tensor
 
-from lowmem_grpo.kernels.custom_op import accumulator_dtype, addmm_fp32, custom_op, matmul_fp32
+from lowmem_grpo.kernels.custom_op import accumulator_dtype, addmm, addmm_fp32, custom_op, matmul_fp32
 from lowmem_grpo.kernels.logits import (
     LogitShape,
     floor_,
@@ -56,7 +56,7 @@ def forward_rows(
             difference = packed_gradient(logits, weight.dtype)
             if not difference.is_cuda:  # oneDNN reads past the end of padded rows of odd length, and 0 * NaN is NaN
                 difference = difference.contiguous()
-            torch.mm(difference, weight, out=gradient[chunk])
+            addmm(gradient[chunk], difference, weight, beta=0)
     return results, gradient
 
 

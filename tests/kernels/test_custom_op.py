@@ -6,10 +6,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from accuracy import assert_as_accurate
+from memory import LiveStorage
 from nf4_problem import quantized
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowmem_grpo.kernels import custom_op as products
 from lowmem_grpo.kernels.custom_op import custom_op, on_its_card
 from lowmem_grpo.kernels.glu import glu_bwd_all
 from lowmem_grpo.kernels.logprob_kernels import logprob_rows
@@ -109,3 +112,45 @@ def test_a_call_runs_a_handful_of_python_functions_around_its_body() -> None:
     finally:
         sys.setprofile(before)
     assert "no_body" in entered and len(entered) - 1 <= LIMIT, entered
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 3, 5), (7, 1003, 129), (0, 9, 4), (33, 300_001, 3)])
+def test_where_the_cpu_has_no_16_bit_products_float32_ones_are_as_exact_and_nothing_old_is_read(
+    rows: int, inner: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300,001 numbers are summed in parts."""
+    monkeypatch.setattr(products, "WITHOUT_16_BITS", True)
+    generator = torch.Generator().manual_seed(1)
+    left, right, bias = (torch.randn(*shape, generator=generator).div(inner**0.25).to(dtype)
+                         for shape in ((rows, inner), (inner, columns), (columns,)))
+    exact = left.double() @ right.double()
+    total = torch.full((rows, columns + 2), torch.nan, dtype=dtype)[:, 1:-1]  # a part of other memory
+    for name, found, alone, truth in (
+        ("with a bias", products.matmul(left, right, bias), torch.addmm(bias, left, right), exact + bias.double()),
+        ("alone", products.matmul(left, right), left @ right, exact),
+        ("written over", products.addmm(total, left, right, beta=0), left @ right, exact),
+        ("added", products.addmm(left @ right, left, right), 2 * (left @ right), 2 * exact),
+    ):
+        assert found.dtype == dtype
+        assert_as_accurate(name, found, alone, truth, torch.finfo(dtype).eps / 2)
+    assert products.addmm(total, left, right) is total
+
+
+def test_what_is_upcast_at_a_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "WITHOUT_16_BITS", True)
+    monkeypatch.setattr(products, "UPCAST_BYTES", 2**20)
+    left, right = torch.ones(64, 40_000, dtype=torch.bfloat16), torch.ones(40_000, 96, dtype=torch.bfloat16)
+    with LiveStorage() as made:
+        y = products.matmul(left, right)
+    assert torch.equal(y, torch.full((64, 96), 40_000, dtype=torch.bfloat16))
+    assert made.peak <= 2**20 + 3 * 4 * y.numel()
+
+
+def test_only_16_bit_numbers_that_are_there_are_upcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "WITHOUT_16_BITS", True)
+    assert products.upcasts(torch.ones(1, dtype=torch.bfloat16))
+    for dtype in (torch.float32, torch.float64):
+        assert not products.upcasts(torch.ones(1, dtype=dtype))
+    with FakeTensorMode():
+        assert not products.upcasts(torch.ones(1, dtype=torch.bfloat16))
