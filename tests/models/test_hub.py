@@ -41,7 +41,8 @@ def port() -> Any:
 
 def asked(port: socket.socket, **settings: str) -> list[tuple[str, int]]:
     """Return the message about a model and about a dataset, each with its calls of the hub; nothing else is printed."""
-    place = {"HF_ENDPOINT": f"http://127.0.0.1:{port.getsockname()[1]}", "HF_HUB_OFFLINE": "0", "NO_PROXY": "*"}
+    place = {"HF_ENDPOINT": f"http://127.0.0.1:{port.getsockname()[1]}", "HF_HUB_OFFLINE": "0", "NO_PROXY": "*",
+             "HF_HUB_ETAG_TIMEOUT": "60"}  # for a busy machine, on which the client's imports alone take seconds
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=400,
                           env=os.environ | place | settings)
     assert done.stderr == ""
