@@ -19,6 +19,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,100}(\.py)?")
 OURS = ("output_dir", "resume", "card_share", "overwrite_output_dir")  # options that the queue sets itself
 MOST_BYTES = 64 * 1024  # a job's options: Linux takes no word of 128 KiB in a command
 NO_COMMAND = re.compile("[\0\ud800-\udfff\ufffd]")  # U+FFFD stands for a surrogate of an older version
+MOST_WAITING = 1000  # jobs of a user
 LONGEST = 1e9  # the longest time limit, in seconds
 TABLE = """CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT, recipe TEXT NOT NULL, options TEXT NOT NULL, owner TEXT NOT NULL,
@@ -93,6 +94,9 @@ class JobQueue:
         self.database, self.folder = database, folder
 
     def submit(self, asked: JobRequest, owner: str) -> Job:
+        """Put a job into the queue. ValueError if too many of its owner's wait."""
+        if sum(job.owner == owner for job in self.waiting()) >= MOST_WAITING:
+            raise ValueError(f"{MOST_WAITING} of your jobs wait already; submit more when some of them have begun")
         row = vars(asked) | {"options": json.dumps(asked.options), "owner": owner, "state": WAITING, "why": NOT_YET,
                              "goes": 0, "resume": 0, "came": time.time()}
         with self.database.write() as connection:

@@ -55,18 +55,18 @@ def jobs_router(queue: JobQueue, check: Callable[[str, list[str]], None]) -> API
     async def submit(request: Request) -> Job:
         asked = JobRequest.from_json(json_of(await request.body()))
         await run_in_threadpool(check, asked.recipe, asked.options)  # may import the recipe, for seconds
-        return queue.submit(asked, request.scope["holder"].name)
+        return await run_in_threadpool(queue.submit, asked, request.scope["holder"].name)
 
     @router.get("")
-    async def show_all(owner: Owner) -> dict[str, list[Job]]:
+    def show_all(owner: Owner) -> dict[str, list[Job]]:
         return {"jobs": queue.all(owner)}
 
     @router.get("/{number}")
-    async def show(number: int, owner: Owner) -> Job:
+    def show(number: int, owner: Owner) -> Job:
         return queue.one(number, owner)
 
     @router.get("/{number}/log")
-    async def read_log(number: int, owner: Owner, offset: Annotated[str, Query(alias="from")] = "0") -> Response:
+    def read_log(number: int, owner: Owner, offset: Annotated[str, Query(alias="from")] = "0") -> Response:
         """Answer with up to PIECE bytes of a log from `offset` on; none if there is no log yet."""
         log, piece = queue.folder_of(queue.one(number, owner)) / LOG, b""
         if not re.fullmatch("[0-9]{1,15}", offset):
@@ -77,7 +77,7 @@ def jobs_router(queue: JobQueue, check: Callable[[str, list[str]], None]) -> API
         return Response(piece, media_type="application/octet-stream")
 
     @router.post("/{number}/cancel")
-    async def cancel(number: int, owner: Owner) -> Job:
+    def cancel(number: int, owner: Owner) -> Job:
         return queue.cancel(number, owner)
 
     @router.post("/{number}/resume")

@@ -109,10 +109,13 @@ class Generation(Extension):
 
 
 def letters(value: Any) -> int:
-    """Return the number of characters of all texts in a JSON value."""
+    """Return the number of characters of all texts in a JSON value, and 1 for each other value: a template writes at
+    least one for it."""
     if isinstance(value, Mapping):
-        return sum(letters(name) + letters(inner) for name, inner in value.items())
-    return len(value) if isinstance(value, str) else sum(map(letters, value)) if isinstance(value, list | tuple) else 0
+        return 1 + sum(letters(name) + letters(inner) for name, inner in value.items())
+    if isinstance(value, str):
+        return len(value)
+    return 1 + sum(map(letters, value)) if isinstance(value, list | tuple) else 1
 
 
 def older_logprobs(content: list[dict[str, Any]], with_others: bool, start: int = 0) -> dict[str, Any]:

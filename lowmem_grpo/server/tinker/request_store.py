@@ -246,8 +246,8 @@ class RequestStore:
                                    (state, asked.seq, asked.model))
                 connection.execute("UPDATE tinker_promises SET body = NULL WHERE model = ? AND seq <= ?",
                                    (asked.model, asked.seq))
-                connection.execute("DELETE FROM tinker_promises WHERE model = ? AND seq <= ?",
-                                   (asked.model, asked.seq - KEPT))
+            connection.execute("DELETE FROM tinker_promises WHERE model = ? AND seq <= ? AND body IS NULL",
+                               (asked.model, asked.seq - KEPT))
 
     def add_sampler(self, sampler: str, owner: str, snapshot: str | None) -> None:
         """Record a sampler's source: a snapshot's folder, or None for the base model. An earlier record stays."""

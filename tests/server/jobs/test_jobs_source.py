@@ -129,6 +129,10 @@ def test_only_the_owner_reads_which_file_the_server_cannot_write(
     answer = browser.post("/page/do/stop", data={"run": name}, headers={"origin": HERE})
     assert answer.status_code == 409 and (str(path) in answer.text) is user.is_owner
     assert user.is_owner or "its log says more" in answer.text
+    place = source.all(user)[0].paths[0]
+    monkeypatch.setattr(queue, "cancel", Mock(side_effect=ValueError(f"{place} is damaged")))
+    answer = browser.post("/page/do/stop", data={"run": name}, headers={"origin": HERE})
+    assert str(place) not in answer.text and f"{name} arithmetic is damaged" in answer.text
 
 
 @needs_chromium

@@ -94,6 +94,15 @@ def test_a_wrong_job_is_told_what_is_wrong(words: str, client: TestClient) -> No
     assert client.get("/jobs").json() == {"jobs": []}
 
 
+def test_a_users_jobs_that_wait_are_bounded_and_others_may_submit(
+    client: TestClient, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.server.jobs.queue.MOST_WAITING", 2)
+    queue.submit(JobRequest("arithmetic"), "another")
+    assert [client.post("/jobs", json={"recipe": "arithmetic"}).status_code for _ in range(3)] == [200, 200, 400]
+    assert client.post("/jobs/2/cancel").status_code == client.post("/jobs", json={"recipe": "arithmetic"}).status_code
+
+
 def test_options_of_a_second_start_are_checked_too(client: TestClient, queue: JobQueue) -> None:
     client.post("/jobs", json={"recipe": "arithmetic"})
     queue.end_job(queue.start_job(queue.one(1)), DONE, "", 0)

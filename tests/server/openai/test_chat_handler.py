@@ -317,6 +317,10 @@ def test_others_are_answered_while_a_request_is_encoded_and_what_takes_too_long_
     ({"messages": [{"role": "user", "content": "x" * 8_000_000}]}, "messages", "a text of 80000"),
     ({"messages": [{"role": "user", "content": "x" * 9000}] * 1000}, "messages", "context length is 1000 tokens"),
     ({"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(15_000)]}, "tools", "a text of"),
+    *(({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"enum": [value] * 10**5}}}]}, "tools",
+       "a text of 1000") for value in (1, None, [], {})),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"type": "function", "function": {
+        "name": "f", "arguments": {"a": [0.5] * 10**5}}}]}]}, "messages", "a text of 1000"),
     ({"messages": [{"role": "user", "content": "a\ud800"}]}, "messages[0].content", "surrogate"),
     ({"model": "agent\udfff"}, "model", "surrogate"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {
@@ -347,7 +351,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
         "conversation": [], "raise_exception": "x"}.items()),
     ({"range": 3}, "has range, which the model's chat template does not read"),
     ({"bos_token": "x"}, "has bos_token"), ({"namespace": 1}, "has namespace"), ({"mood": 1}, "It reads tone, wordy"),
-    ({"tone": "x" * 5000}, "has 5004 characters; it may have 4096"),
+    ({"tone": [1] * 5000}, "has 5006 characters"), ({"tone": "x" * 5000}, "has 5005 characters; it may have 4096"),
 ])
 def test_of_a_chat_template_a_request_sets_only_the_variables_that_it_reads(
     chat: ChatHandler, kwargs: dict[str, Any], words: str

@@ -13,7 +13,9 @@ from transformers import AutoTokenizer
 
 from lowmem_grpo.agents.endpoint import Endpoint
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
+from lowmem_grpo.server.openai.request import TextRequest
 from lowmem_grpo.server.openai.token_texts import TokenTexts
+from lowmem_grpo.server.requests import ChatError
 
 ASKED: dict[str, Any] = {"model": "agent", "prompt": "Once upon"}
 
@@ -62,3 +64,9 @@ def test_an_id_that_pads_the_vocabulary_has_no_text_and_every_token_has_its_own(
     assert texts.entry(371, -1.5) == {"token": "", "bytes": [], "logprob": -1.5}
     assert [texts.bytes_of(token).decode() for token in tokenizer(" What is 7?").input_ids] == [
         tokenizer.decode([token]) for token in tokenizer(" What is 7?").input_ids]
+
+
+def test_more_completions_than_a_request_may_ask_for_are_refused_before_one_is_sampled() -> None:
+    assert TextRequest.from_body({"model": "agent", "prompt": ["a"] * 2048, "n": 2}).n == 2
+    with pytest.raises(ChatError, match="ask for 4098 completions; at most 4096"):
+        TextRequest.from_body({"model": "agent", "prompt": ["a"] * 2049, "n": 2})

@@ -162,6 +162,18 @@ def test_why_a_request_failed_does_not_store_what_was_sent(served: Any) -> None:
     assert told["error"].startswith("path is 'xxx") and server.model.training.store.answers_of("owner") < 5000
 
 
+def test_old_answers_go_also_where_no_step_is_made(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowmem_grpo.server.tinker.request_store.KEPT", 2)
+    server = served()
+    model = server.create()
+    server.wait(server.forward_backward(model, 1, 1))
+    for seq in range(2, 7):
+        assert "path is" in server.asked("save_weights", model_id=model, seq_id=seq, path="/")["error"]
+    kept = [row["seq"] for row in server.database.rows("SELECT seq FROM tinker_promises ORDER BY seq")]
+    assert kept == [1, 5, 6], "the pass is needed until the next step"
+    assert server.wait(server.optim_step(model, 7)).json()["metrics"]
+
+
 def test_sessions_are_bounded_and_those_that_ended_make_room(served: Any) -> None:
     server = served(sessions=3)
     sessions = [server.post("create_session", {}).json()["session_id"] for _ in range(3)]
