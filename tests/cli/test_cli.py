@@ -110,6 +110,14 @@ def test_an_error_inside_a_library_keeps_its_traceback(monkeypatch: pytest.Monke
     assert isinstance(invoke("generate", "hi").exception, json.JSONDecodeError)
 
 
+def test_an_error_of_a_library_that_quotes_a_file_does_not_steer_the_terminal() -> None:
+    code = ("from lowmem_grpo.__main__ import main\nmain(['run'], standalone_mode=False)\n"
+            "raise KeyError(chr(27)) from ValueError(chr(27) + '[2J in a file')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "[2J in a file" in done.stderr and "KeyError" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
 @pytest.mark.parametrize(("word", "near"), [("trian", "run"), ("train", "run"), ("evl", "eval"), ("merge", "export"),
                                             ("genrate", "generate"), ("xyz", None)])
 def test_an_unknown_command_is_refused_without_the_one_that_was_meant(word: str, near: str | None) -> None:
