@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from trl.data_utils import apply_chat_template
 
 from lowmem_grpo.data.examples import Example, ExampleEncoder
-from lowmem_grpo.data.prompt_inputs import encode, plain_message
+from lowmem_grpo.data.prompt_inputs import encode, plain_message, with_object
 from lowmem_grpo.data.prompts import PromptEncoder
 from lowmem_grpo.data.texts import ConversationEncoder, TextEncoder
 from lowmem_grpo.environments.renderer import PlainRenderer, Renderer, RendererError
@@ -266,3 +266,7 @@ def test_a_missing_content_beside_calls_is_none_and_what_is_no_message_stays(mes
 def test_a_server_takes_messages_of_a_dataset_for_those_that_were_put_in() -> None:
     through = Dataset.from_list([{"messages": MESSAGES}])[0]["messages"]
     assert plain(through) == plain(MESSAGES)
+
+
+def test_arguments_that_are_nested_too_deeply_stay_a_text() -> None:
+    assert with_object({"arguments": "[" * 10**5}) == {"arguments": "[" * 10**5}

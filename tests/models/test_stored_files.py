@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.data.files import read_rows
+from lowmem_grpo.data.files import has_one_row, read_rows
 from lowmem_grpo.memory.model_shape import named_config, named_shapes, read_config
 from lowmem_grpo.models.export.stored_weights import TensorFiles, tensor_files
 from lowmem_grpo.models.stored_model import EMBEDDED, indexed_files, resolve
@@ -184,7 +184,7 @@ def test_a_wrong_record_of_the_base_is_refused_by_its_field(fields: dict[str, An
         base_of_adapter(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["[" * 10**5, '{"peft_type": "LORA", "r": NaN}', '{"r": 1, "r": 2}', "\0",
+@pytest.mark.parametrize("text", ["[]", "[" * 10**5, '{"peft_type": "LORA", "r": NaN}', '{"r": 1, "r": 2}', "\0",
                                   '{"peft_type": "LORA", "base_model_name_or_path": 5}', '{"a": "\\ud800"}'])
 def test_settings_of_an_adapter_that_are_no_settings_are_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(text)
@@ -198,3 +198,4 @@ def test_a_row_that_is_nested_too_deeply_is_refused_in_one_line(name: str, tmp_p
     (tmp_path / name).write_text(row if name.endswith("l") else f"[{row}]")
     with pytest.raises(OSError, match=r"no rows from .*(nested too deeply|depth limit)"):
         read_rows(str(tmp_path / name))
+    assert has_one_row(tmp_path / name) is name.endswith("l")

@@ -87,10 +87,10 @@ def test_half_sent_headers_and_bodies_have_a_limit_of_time_that_further_bytes_do
     port = Port()
     made = port.connect("10.0.0.1", HALF)
     made.data_received(b"X-Slow: 1\r\n")
-    assert port.limits == [HEADERS]
+    assert port.limits == [HEADERS] and len(port.timers) == 1
     made.data_received(b"Content-Length: 5\r\n\r\n")
     made.data_received(b"1234")
-    assert port.limits == [BODY] and is_open(made)
+    assert port.limits == [BODY] and len(port.timers) == 2 and is_open(made)
     port.timers[-1].call()
     assert not is_open(made)
     assert port.connect("10.0.0.1", HALF + b"Content-Length: 1\r\n\r\n1").timer is None  # now the server has to answer

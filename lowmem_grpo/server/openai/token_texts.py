@@ -57,7 +57,7 @@ class TokenTexts:
         held = self.tokenizer.chat_template or ""
         read = [find_undeclared_variables(language.parse(source))
                 for source in (held.values() if isinstance(held, dict) else [held])]
-        return frozenset(set().union(*read) - {*NOT_A_CLIENTS, *language.globals, *self.tokenizer.special_tokens_map})
+        return frozenset(set().union(*read) - {*NOT_A_CLIENTS, *self.tokenizer.special_tokens_map})
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Raise ChatError for options of the chat template that a request may not set, or that are very long."""

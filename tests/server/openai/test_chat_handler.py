@@ -313,6 +313,38 @@ def test_others_are_answered_while_a_request_is_encoded_and_what_takes_too_long_
     asyncio.run(both())
 
 
+def test_a_request_that_is_given_up_while_it_is_encoded_is_not_sampled(
+    chat: ChatHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, gate, ended = (threading.Event() for _ in range(3))
+    calls, submit = list[Any](), chat.worker.submit
+    chat.worker.run(ended.wait)
+    monkeypatch.setattr(chat.texts, "encode", lambda text: [entered.set(), gate.wait(60), [5, 6]][-1])
+    monkeypatch.setattr(chat.worker, "submit", lambda call: (calls.append(call), submit(call))[1])
+
+    async def leave() -> None:
+        asked = asyncio.create_task(chat.create({"model": "agent", "prompt": "long"}, texts=True))
+        await asyncio.to_thread(entered.wait, 60)
+        asked.cancel()
+        await asyncio.wait([asked])
+
+    asyncio.run(leave())
+    gate.set()
+    chat.thread.submit(int).result(60)  # behind the request
+    assert [call.future.cancelled() for call in calls] == [True]
+    ended.set()
+
+
+def test_log_probabilities_of_a_reply_are_written_in_the_thread_of_its_user(
+    chat: ChatHandler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, plain = list[str](), chat.texts.logprobs
+    monkeypatch.setattr(chat.texts, "logprobs", lambda *given: (seen.append(threading.current_thread().name),
+                                                                plain(*given))[1])
+    assert asked(chat, logprobs=True)["choices"][0]["logprobs"]["content"]
+    assert [name.rpartition("_")[0] for name in seen] == ["lowmem_grpo requests"]
+
+
 @every_row(("fields", "field", "words"), [
     ({"messages": [{"role": "user", "content": "x" * 8_000_000}]}, "messages", "a text of 80000"),
     ({"messages": [{"role": "user", "content": "x" * 9000}] * 1000}, "messages", "context length is 1000 tokens"),
@@ -365,6 +397,9 @@ def test_of_a_chat_template_a_request_sets_only_the_variables_that_it_reads(
         asked(chat, chat_template_kwargs=kwargs)
     assert (refused.value.status, refused.value.param) == (400, "chat_template_kwargs")
     assert asked(chat, chat_template_kwargs={"tone": "x", "wordy": False})["choices"]
+    chat.texts.tokenizer.chat_template = {"default": "{{ tone }}", "tool_use": "{{ mood }}{{ tools }}"}
+    del chat.texts.variables
+    assert chat.texts.variables == {"tone", "mood"}
 
 
 @pytest.mark.slow

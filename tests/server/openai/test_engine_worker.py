@@ -228,6 +228,15 @@ def test_users_have_turns_by_completions_not_by_the_requests_that_came_first() -
     worker.close()
 
 
+def test_likeliest_tokens_are_looked_for_in_the_turn_of_their_user(worker: EngineWorker) -> None:
+    first, call = held_up(worker), call_of(worker, "x", user="ann")
+    waiting = worker.likeliest(call, Turn(call.ids, [5], [0.0], "length"), 1)
+    assert {user for user, _ in worker.waiting.lines} == {"ann"}
+    engine(worker).gate.set()
+    first.result(60)
+    waiting.exception(60)
+
+
 def test_tasks_of_a_user_with_many_models_do_not_hold_up_anothers_first(worker: EngineWorker) -> None:
     gate, order = threading.Event(), list[str]()
     worker.run(gate.wait)

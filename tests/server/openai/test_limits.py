@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
+from threading import current_thread
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,9 +20,10 @@ from tables import every_row
 
 from lowmem_grpo.agents.endpoint import Endpoint
 from lowmem_grpo.server import server
+from lowmem_grpo.server.openai import routes
 from lowmem_grpo.server.openai.routes import Completions
 from lowmem_grpo.server.openai.sessions import OpenSessions
-from lowmem_grpo.server.requests import ChatError, Limits
+from lowmem_grpo.server.requests import ChatError, Limits, json_of
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 MIB = 2**20
@@ -55,6 +57,14 @@ def test_of_50_mb_not_a_byte_is_waited_for() -> None:
         with pytest.raises(openai.APIStatusError, match=r"413.*at most 8388608 are taken.*body_bytes"):
             client_of(endpoint).chat.completions.create(model="agent", messages=large)
         assert client_of(endpoint).models.list().data
+
+
+def test_a_body_is_parsed_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str]()
+    monkeypatch.setattr(routes, "json_of", lambda *given: (seen.append(current_thread().name), json_of(*given))[1])
+    with Endpoint(ScriptedChat()) as endpoint:
+        assert client_of(endpoint).chat.completions.create(model="agent", messages=HI).choices
+    assert seen == ["AnyIO worker thread"]
 
 
 def test_a_body_that_does_not_say_its_length_is_read_up_to_the_limit() -> None:

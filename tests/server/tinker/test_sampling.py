@@ -72,6 +72,9 @@ def test_a_sample_of_an_earlier_server_is_gone_so_that_the_client_asks_again(ser
     ({"num_samples": 5000}, "less than or equal to 1024"), ({"sampling_params": {"beam": 2}}, "sampling_params.beam"),
     ({"sampling_params": {"temperature": -1}}, "temperature"), ({"sampling_params": {"stop": [1, "a"]}}, "stop is"),
     *(({"sampling_params": {"stop": [5, wrong]}}, f"stop has {wrong}; .* 0 to 383") for wrong in (384, -1, 2**63)),
+    ({"sampling_params": {"stop": ["x"] * 65}}, "at most 64 are taken"),
+    ({"sampling_params": {"stop": [5] * 65}}, "at most 64 are"),
+    ({"sampling_params": {"stop": "x" * 1025}}, "at most 1024"),
     ({"sampling_params": None}, "sampling_params is None"), ({"sampling_params": {"max_tokens": 0}}, "max_tokens is 0"),
 ])
 def test_wrong_samples_are_refused_with_the_field(change: dict[str, Any], told: str) -> None:

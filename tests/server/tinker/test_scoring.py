@@ -77,6 +77,16 @@ def test_what_is_too_much_for_one_job_of_the_worker_comes_in_later_ones(
     assert [len(one.result(60).logprobs) for one in asked] == [3, 4, 9, 2] and scoring.waiting == []
 
 
+def test_a_turn_of_a_user_scores_no_prompts_of_others(one_server: Server) -> None:
+    scoring = PromptScoring(one_server.model.worker)
+    with one_server.held_up():
+        asked = [scoring.ask([5] * length, None, owner=owner) for length, owner in ((2, "ann"), (3, "bob"), (4, "ann"))]
+        taken = scoring.next_prompts("ann")
+        assert [len(one.ids) for one in taken] == [2, 4] and [one.owner for one in scoring.waiting] == ["bob"]
+        scoring.waiting += taken
+    assert [len(one.result(60).logprobs) for one in asked] == [2, 3, 4]
+
+
 def test_an_error_and_a_closed_worker_are_told_to_all_that_wait(tmp_path: Path) -> None:
     server = Server(tmp_path)
     scoring = PromptScoring(server.model.worker)

@@ -147,6 +147,18 @@ def test_a_clients_notes_are_storage_too(served: Any) -> None:
     assert refused["error"].startswith("storage: ")
 
 
+def test_notes_on_saved_weights_are_storage_too(served: Any) -> None:
+    server, notes = served(), {"note": "x" * 60_000}
+    model = server.create()
+    usage, size = server.model.training.usage, server.model.training.adapters.size(model, moments=True)
+    usage.allowances["owner"] = Allowance(storage=size + 30_000)
+    refused = server.asked("save_weights", model_id=model, seq_id=1, path="a", user_metadata=notes)
+    assert refused["error"].startswith("storage: ")
+    usage.allowances["owner"] = Allowance()
+    path = server.asked("save_weights", model_id=model, seq_id=2, path="a", user_metadata=notes)["path"]
+    assert usage.stored("owner") == server.model.training.checkpoints.find(path, "owner").size + 60_012
+
+
 def test_answers_are_bounded_too(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowmem_grpo.server.tinker.usage.ANSWERS", 200)
     server = served(storage=200)
