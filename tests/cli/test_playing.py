@@ -8,6 +8,7 @@ import pytest
 from click.testing import Result
 from recipe_runs import invoke
 
+from lowmem_grpo.cli.playing import say
 from lowmem_grpo.trainer.play import typed_calls
 from lowmem_grpo.types import ToolCall
 
@@ -65,3 +66,8 @@ def test_calls_that_a_person_types_are_read_line_by_line() -> None:
     assert typed_calls('search(words="a b")\nread(id=3)') == [
         ToolCall("search", {"words": "a b"}), ToolCall("read", {"id": 3})]
     assert typed_calls("the answer is f(x) of 3") == []
+
+
+def test_what_a_model_says_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    say("the model", "\x1b]0;owned\x07")
+    assert "owned" in (shown := capsys.readouterr().out) and "\x1b]" not in shown
