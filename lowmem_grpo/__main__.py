@@ -4,8 +4,6 @@ library."""
 import difflib
 import io
 import sys
-import traceback
-from types import TracebackType
 
 import click
 
@@ -16,9 +14,8 @@ from lowmem_grpo.cli.generate import generate
 from lowmem_grpo.cli.new import new
 from lowmem_grpo.cli.pairs import pairs
 from lowmem_grpo.cli.plan import doctor, plan
-from lowmem_grpo.cli.run import cancel, jobs, logs, report, resume, run, submit
+from lowmem_grpo.cli.run import cancel, jobs, logs, report, resume, run, show_error, submit
 from lowmem_grpo.cli.serve import serve, watch
-from lowmem_grpo.runs.views.terminal import echo
 
 OTHER_NAMES = {"train": "run", "start": "run", "evaluate": "eval", "test": "eval", "chat": "generate",
                "sample": "generate", "merge": "export", "check": "doctor", "stop": "cancel", "init": "new"}
@@ -51,11 +48,6 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     sys.excepthook = show_error
-
-
-def show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of a library's error, which may quote a file of others."""
-    echo("".join(traceback.format_exception(kind, error, trace)).rstrip(), err=True)
 
 
 for command in (

@@ -6,7 +6,9 @@ import re
 import sys
 import textwrap
 import time
+import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -207,3 +209,8 @@ def remote(server: Path) -> "ServerClient":
     from lowmem_grpo.server.server_dir import ServerClient, read_address
 
     return ServerClient(read_address(server))
+
+
+def show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of a library's error, which may quote a file of others."""
+    echo("".join(traceback.format_exception(kind, error, trace)).rstrip(), err=True)
