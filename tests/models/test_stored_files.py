@@ -199,3 +199,9 @@ def test_a_row_that_is_nested_too_deeply_is_refused_in_one_line(name: str, tmp_p
     with pytest.raises(OSError, match=r"no rows from .*(nested too deeply|depth limit)"):
         read_rows(str(tmp_path / name))
     assert has_one_row(tmp_path / name) is name.endswith("l")
+
+
+def test_an_object_in_place_of_rows_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('{"data": ' + "[" * 10**5 + "\n" + "]" * 10**5 + "}")
+    with pytest.raises(OSError, match="a row is nested too deeply"):
+        read_rows(str(tmp_path / "rows.json"))

@@ -133,15 +133,18 @@ def test_a_saved_key_in_a_file_of_another_user_is_replaced(tmp_path: Path) -> No
     assert ServerDir(tmp_path).key() != GOOD
 
 
-def test_only_the_owner_reads_what_the_server_writes_also_in_a_folder_that_others_can_open(tmp_path: Path) -> None:
+def test_only_the_owner_reads_what_the_server_writes_also_in_a_folder_that_others_can_open(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     tmp_path.chmod(0o755)
+    (outside := tmp_path_factory.mktemp("outside")).chmod(0o755)
     old = [tmp_path / "jobs/1/run", tmp_path / "models/saved", tmp_path / "jobs/1/log.txt", tmp_path / "server.sqlite"]
     for path in old:  # as an earlier version left them
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch() if path.suffix else path.mkdir()
         path.chmod(0o644 if path.suffix else 0o755)
-    (tmp_path / "jobs/1/elsewhere").symlink_to(tmp_path.parent)
-    above, mask = tmp_path.parent.stat().st_mode, os.umask(0o022)
+    (tmp_path / "jobs/1/elsewhere").symlink_to(outside)
+    mask = os.umask(0o022)
     try:
         home = ServerDir(tmp_path)
         with home.owned():
@@ -154,7 +157,7 @@ def test_only_the_owner_reads_what_the_server_writes_also_in_a_folder_that_other
         os.umask(mask)
     kept = [path for path in tmp_path.rglob("*") if not path.is_symlink()]
     assert len(kept) > 8 and not [path for path in kept if path.stat().st_mode & 0o077]
-    assert (tmp_path.stat().st_mode & 0o777, tmp_path.parent.stat().st_mode) == (0o755, above)
+    assert [each.stat().st_mode & 0o777 for each in (tmp_path, outside)] == [0o755, 0o755], "others' stay as they were"
 
 
 def test_an_unknown_route_is_answered_with_the_routes_that_there_are() -> None:

@@ -331,8 +331,9 @@ def test_a_request_that_is_given_up_while_it_is_encoded_is_not_sampled(
     asyncio.run(leave())
     gate.set()
     chat.thread.submit(int).result(60)  # behind the request
-    assert [call.future.cancelled() for call in calls] == [True]
+    cancelled = [call.future.cancelled() for call in calls]
     ended.set()
+    assert cancelled == [True]
 
 
 def test_log_probabilities_of_a_reply_are_written_in_the_thread_of_its_user(
