@@ -108,7 +108,7 @@ OVER = ("done", "failed", "stopped", "cancelled")
 @click.argument("recipe")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @SERVER
-@click.option("--priority", default=0, show_default=True, help="Jobs with a higher priority start first.")
+@click.option("--priority", default=0, show_default=True, help="Of a user's jobs, higher ones start first.")
 @click.option("--time-limit", help="The limit of one start, such as 90m or 2h. The job then finishes its step, "
               "saves and stops.")
 @click.option("--share", default=1.0, show_default=True, help="The job's share of the card's memory. Jobs run "

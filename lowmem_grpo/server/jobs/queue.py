@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ NOT_YET = "waits for its turn"
 class JobRequest:
     recipe: str
     options: list[str] = field(default_factory=list)  # `key=value`, as `lowmem-grpo run` takes them
-    priority: int = 0  # higher starts first; equal ones in the order of submission
+    priority: int = 0  # of a user's jobs, higher ones start first; equal ones in the order of submission
     time_limit: float | None = None  # seconds for each start; the run then stops after its step, and saves
     share: float = 1.0  # the part of the GPU's memory that it may use; jobs run together if their shares fit
 
@@ -116,7 +117,15 @@ class JobQueue:
         return self.where("owner = ? OR ? IS NULL ORDER BY id DESC", owner, owner)
 
     def waiting(self) -> list[Job]:
-        return self.where("state = ? ORDER BY priority DESC, id", WAITING)
+        """Return the waiting jobs in the order in which they start. Users take turns: first comes the user whose last
+        start is the longest ago, with one job."""
+        began = {row["owner"]: row["last"] or 0.0
+                 for row in self.database.rows("SELECT owner, MAX(began) AS last FROM jobs GROUP BY owner")}
+        turns, before = list[tuple[int, float, int, Job]](), Counter[str]()
+        for job in self.where("state = ? ORDER BY priority DESC, id", WAITING):
+            turns.append((before[job.owner], began[job.owner], len(turns), job))
+            before[job.owner] += 1
+        return [job for *_, job in sorted(turns)]
 
     def live(self) -> list[Job]:
         return self.where("state IN (?, ?) ORDER BY id", *LIVE)

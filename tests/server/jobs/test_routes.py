@@ -151,6 +151,18 @@ def test_higher_priorities_are_first_then_the_older(queue: JobQueue) -> None:
     assert [job.id for job in queue.waiting()] == [urgent, first, second]
 
 
+def test_users_take_turns_whatever_the_numbers_and_priorities_of_their_jobs(queue: JobQueue) -> None:
+    anns = [submit(queue, "ann", priority=1000) for _ in range(3)]
+    bobs = [submit(queue, "bob"), submit(queue, "bob", priority=1)]
+    began = []
+    while waiting := queue.waiting():
+        queue.change(waiting[0], state=DONE, began=float(1 + len(began)))
+        began.append(waiting[0].id)
+    assert began == [anns[0], bobs[1], anns[1], bobs[0], anns[2]]
+    carols, anns = [submit(queue, "carol") for _ in range(2)], [submit(queue, "ann") for _ in range(2)]
+    assert [job.id for job in queue.waiting()] == [carols[0], anns[0], carols[1], anns[1]], "several start at a time"
+
+
 def test_another_server_finds_everything(queue: JobQueue, tmp_path: Path) -> None:
     number = submit(queue, options=["max_steps=3"], time_limit=60.0, share=0.25)
     queue.start_job(queue.one(number))
