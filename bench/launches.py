@@ -96,7 +96,8 @@ def layer_launches(
     model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing=recompute).train()
     base = model.get_base_model()
     held = WideWeights(0)
-    with SharedFactors().unchanged():
+    # a card multiplies 16-bit numbers, whatever this processor does
+    with SharedFactors().unchanged(), patch("lowmem_grpo.kernels.custom_op.WITHOUT_16_BITS", False):
         token = WIDE.set(held if lent else None)
         count(model)  # warm-up: what happens only once is not counted
         WIDE.reset(token)
