@@ -188,7 +188,9 @@ def addmm(total: Tensor, left: Tensor, right: Tensor, beta: int = 1) -> Tensor:
     if upcasts(left):
         y = upcast_product(left, right)
         return total.add_(y) if beta else total.copy_(y)
-    return total.addmm_(left, right) if beta else torch.mm(left, right, out=total)
+    if beta or not total.is_contiguous():  # which torch.compile takes as no `out`
+        return total.addmm_(left, right, beta=beta)
+    return torch.mm(left, right, out=total)
 
 
 def upcast_product(left: Tensor, right: Tensor) -> Tensor:
