@@ -183,6 +183,7 @@ def find_subject(target: str, adapter: Path | None, load_in_4bit: bool | None, l
 
 
 def run(subject: Candidate, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Let the model, and its adapter if there is one, answer the problems; return what eval.json holds."""
     from lowmem_grpo.config.sampling import SamplingParams
     from lowmem_grpo.rollout.assessment import answer
     from lowmem_grpo.runs.accuracy import answered_rows, compared, described, powers_of_two

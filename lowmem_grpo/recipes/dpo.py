@@ -92,6 +92,7 @@ def own_pairs(model: FastPeftModel, problems: Dataset, options: DPOOptions, setu
 
 
 def run(options: DPOOptions) -> None:
+    """Sample answers, pair right ones with wrong ones of the same problem, and train on the pairs."""
     setup = prepare(options, DEFAULTS, PRESETS)
     task, seed = STEPS if setup.is_tiny else WORDS, setup.config.seed
     problems = make_dataset("train", options.train_size, seed, task)

@@ -106,6 +106,7 @@ EXAM = Exam(
 
 
 def run(options: InboxOptions) -> None:
+    """Train on the questions of the mailboxes; ValueError if `max_turns` leaves no turn for the answer."""
     check_sqlite()
     judged = options.reward == "ruler"
     setup = prepare(options, DEFAULTS | ({"reward_weights": [1.0, 0.0]} if judged else {}), PRESETS)

@@ -174,6 +174,7 @@ def datum_of(datum: Any, where: str, needs: tuple[str, ...], bounds: ModelBounds
 
 
 def ids_of(chunks: Any, where: str, bounds: ModelBounds) -> list[int]:
+    """Return the token ids of a message's chunks; ValueError, with `where`, for too many or for other kinds."""
     tokens: list[int] = []
     size = len(chunks) if len(chunks) > bounds.context else sum(len(each.encoded_text.tokens) for each in chunks) // 4
     if size > bounds.context:  # before any is read: millions of empty chunks take minutes
