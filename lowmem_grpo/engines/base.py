@@ -34,6 +34,7 @@ class Request:
     max_tokens: int  # the most tokens to sample
     seed: int  # for this turn's random numbers
     on_tokens: OnTokens | None = None  # is called as tokens are sampled, in the engine's thread, and must not wait
+    begun: Rollout | None = None  # the first tokens of the completion, which an earlier request sampled
 
 
 class Conversation(Protocol):
@@ -73,10 +74,11 @@ class Engine(Protocol):
         Errors and a lack of memory are handled as in `generate`: turns lost when an engine dies are decoded again,
         since a turn depends only on its request. An error raised by the conversation ends the call. A request's
         `on_tokens` gets the tokens of its unfinished turn, never a token twice; if it returns False, the turn ends with
-        the tokens that it has, as if they were all that was asked for. If a prompt extends
-        the previous turn with the same key, that turn's KV cache is reused where memory allows. If the conversation's
-        attribute `goes_on` is true, the next conversation uses the same keys for the same episodes and weights, so the
-        KV cache may be kept until the policy changes or the engine sleeps.
+        the tokens that it has, as if they were all that was asked for. An engine with `resumes` takes such
+        a turn as the `begun` of a later request, and samples on behind it. If a prompt extends the previous turn
+        with the same key, that turn's KV cache is reused where memory allows. If the conversation's attribute `goes_on`
+        is true, the next conversation uses the same keys for the same episodes and weights, so the KV cache may be kept
+        until the policy changes or the engine sleeps.
         """
         ...
 

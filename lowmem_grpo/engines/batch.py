@@ -111,15 +111,15 @@ class Batch:
         return bool(self.waiting) and self.size - len(self.rows) >= max(1, self.size // ENTER_TOGETHER)
 
     def take_rows(self) -> list[int]:
-        """Move waiting rows into the batch, all with the same number of sampled tokens, and return them."""
+        """Move waiting rows into the batch, all with equally many tokens sampled in this call, and return them."""
         waiting, generation, room = self.waiting, self.generation, self.size - len(self.rows)
-        rows, drawn = [waiting.popleft()], generation.drawn
-        while waiting and len(rows) < room and drawn[waiting[0]] == drawn[rows[0]]:
+        rows = [waiting.popleft()]
+        while waiting and len(rows) < room and generation.resumed(waiting[0]) == generation.resumed(rows[0]):
             rows.append(waiting.popleft())
         at = torch.tensor(rows, device=generation.ids.device)  # an interrupted step may have written what is reset here
         generation.lengths[at], generation.stopped[at] = generation.budgets[at], False
         self.rows += rows
-        self.furthest = max(self.furthest, drawn[rows[0]])
+        self.furthest = max(self.furthest, *(generation.drawn[row] for row in rows))
         return rows
 
     def enter(self, state: DecodeState) -> None:
@@ -212,7 +212,7 @@ class Batch:
         for index, place in enumerate(done):
             row, at, start = rows[place], index if self.rows else place, state.width - held[place]
             rollout = generation.finished.rollouts[row][0]
-            ids = generation.prompts[row] + rollout.completion_ids[:-1]
+            ids = generation.requests[row].ids + rollout.completion_ids[:-1]
             places = CacheSlice(cache, slice(at, at + 1), start, start + len(ids))
             generation.kept.rows[generation.requests[row].key] = KeptPrefix(ids, places, rollout.routes)
         generation.kept.trim(generation.room - len(self.rows))

@@ -141,8 +141,22 @@ class GenerationState:
         self.unfinished = [self.params.n] * len(self.prompts)  # unfinished rows per prompt
         self.drawn = [0] * rows  # tokens of each row that are known to be drawn, from which it can resume
         self.cached = [0] * rows  # prompt tokens of each row that came from a cache
+        self.begun = [0] * rows  # tokens that an earlier request had drawn, which are read with the prompt
+        for row, request in enumerate(self.requests):
+            if request.begun is not None:
+                self.take_begun(row, request.begun)
         # tokens passed to `on_tokens`, by row, of the turns whose requests have it
-        self.told = {row: 0 for row, request in enumerate(self.requests) if request.on_tokens is not None}
+        self.told = {row: self.drawn[row] for row, request in enumerate(self.requests) if request.on_tokens is not None}
+
+    def take_begun(self, row: int, begun: Rollout) -> None:
+        count, device = len(begun.completion_ids), self.ids.device
+        self.begun[row] = self.drawn[row] = count
+        self.ids[row, :count] = torch.tensor(begun.completion_ids, device=device)
+        self.logprobs[row, :count] = torch.tensor(begun.rollout_logprobs, device=device)
+
+    def resumed(self, row: int) -> int:
+        """The number of tokens that a row has drawn in this call."""
+        return self.drawn[row] - self.begun[row]
 
     @classmethod
     def from_turns(cls, requests: list[Request], params: SamplingParams, budgets: list[int], device: torch.device,
@@ -151,13 +165,16 @@ class GenerationState:
         assert len({request.key for request in requests}) == len(requests), "one turn of a key at a time"
 
         def give(row: int, rollouts: list[Rollout]) -> None:
-            rollouts[0].cached_tokens = state.cached[row]
+            begun = requests[row].begun
+            rollouts[0].cached_tokens = state.cached[row] if begun is None else begun.cached_tokens
             with finished.outside_the_engine():
                 conversation.add_rollout(requests[row].key, rollouts[0])
 
         finished = FinishedPrompts(len(requests), give)
         numbers = own_numbers([request.seed for request in requests], max(budgets) + 1, device)
-        state = cls([request.ids for request in requests], replace(params, n=1), numbers,
+        prompts = [request.ids + ([] if request.begun is None else request.begun.completion_ids)
+                   for request in requests]
+        state = cls(prompts, replace(params, n=1), numbers,
                     torch.tensor(budgets, device=device), finished, requests, kept, room)
         return state
 
@@ -215,7 +232,7 @@ class GenerationState:
         """Return the routes (chosen experts) of a row's prompt and first `ran` sampled tokens; None without experts."""
         if not self.prompt_routes:
             return None
-        own = (self.routes[row, :ran].clone().cpu(),) if self.routes is not None and ran else ()
+        own = (self.routes[row, self.begun[row] : ran].clone().cpu(),) if self.routes is not None and ran else ()
         return Routes((*self.prompt_routes[row].parts, *own))
 
     # Rows whose requests have `on_tokens`

@@ -38,6 +38,7 @@ class TransformersEngine:
 
     name = "transformers"
     capabilities = EVERYTHING
+    resumes = True  # `converse` takes requests that have `begun`
 
     def __init__(self, policy: Policy, tokenizer: PreTrainedTokenizerBase, max_seq_length: int,
                  enforce_eager: bool | None = None, sampling_weights: str | None = None) -> None:
@@ -265,13 +266,15 @@ class TransformersEngine:
     def start_rows(self, generation: GenerationState, rows: list[int], running: int) -> tuple[DecodeState, Tensor]:
         """Prefill the prompts of B rows, and the tokens that they had sampled before an interruption, equally many per
         row. Return their state and the next tokens' logits (B, V)."""
-        start = generation.drawn[rows[0]]
+        start = generation.resumed(rows[0])
         made = [self.prefill(generation, each, running, start) for each in generation.prefills(rows, running)]
         state, logits = DecodeState.joined([state for state, _ in made]), torch.cat([logits for _, logits in made])
+        state.counts = torch.tensor(generation.begun, device=self.policy.device)[state.rows]
         if start:
             self.pace.read(start * len(rows))
-            logits = self.passes.feed(state, generation.ids[state.rows, :start])
-            state.counts = torch.full_like(state.rows, start)
+            places = state.counts[:, None] + torch.arange(start, device=state.counts.device)
+            logits = self.passes.feed(state, generation.ids[state.rows[:, None], places])
+            state.counts = state.counts + start
             generation.keep_routes(state.rows, state.counts, state.routes)  # earlier ones were recorded when drawn
         return state, logits
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from episodes import Talk
+from episodes import Interrupted, Talk
 from families import loaded
 from memory import failing
 from mixtures import LAYERS, SIZES, K, mixture_folder
@@ -99,3 +99,13 @@ def test_turns_that_go_on_from_kept_rows_have_the_routes_of_their_whole_history(
         first = {turn.routes.parts[0].data_ptr() for turn in turns}
         assert len(first) == 1  # a history is in memory once
     assert kept
+
+
+def test_turns_that_were_interrupted_have_the_routes_of_all_their_tokens(engine: TransformersEngine) -> None:
+    for kept in (None, 0):
+        engine.kept.most, talk = kept, Interrupted(PROMPTS, turns=2)
+        engine.converse(talk, SamplingParams(temperature=1.3))
+        for key, rollouts in talk.drawn.items():
+            asked = [request.ids for request in talk.asked if request.key == key and request.begun is None]
+            for ids, rollout in zip(asked, rollouts, strict=True):
+                assert_recorded(engine.policy, ids, rollout)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from episodes import Talk
+from episodes import Interrupted, Talk
 from memory import failing
 from small_models import TINY, load_model, with_adapter
 from transformers import AutoTokenizer
@@ -261,3 +261,41 @@ def test_prompts_of_other_images_share_no_keys_and_values(
     monkeypatch.setattr(swapped, "request", lambda *asked: Request(0, [*dog, *asked[1][50:]], 8, 0))
     engine.converse(swapped, SAMPLED)
     assert swapped.drawn[0][1].cached_tokens in (0, 30)
+
+
+def test_turns_that_are_interrupted_go_on_as_if_they_were_not(engine: TransformersEngine, usual: Usual) -> None:
+    work = []
+    for kept in (None, 0):
+        engine.kept.most, found = kept, Interrupted(PROMPTS, 4, reply, lambda key, turn: 3 + (5 * key + turn) % 9)
+        with fed(engine) as places:
+            engine.converse(found, SAMPLED)
+        assert sum(request.begun is not None for request in found.asked) > 10
+        same(found, usual[0], to=1e-6)
+        first = {(request.key, len(request.ids)) for request in found.asked}
+        assert all(rollout.cached_tokens in [0, *range(length)] for key, rollouts in found.drawn.items()
+                   for rollout, (_, length) in zip(rollouts, sorted(pair for pair in first if pair[0] == key),
+                                                   strict=True)), "drawn tokens are no part of the prompt"
+        work.append(sum(places))
+    assert work[0] < 0.5 * work[1], "keys and values are used again"
+
+
+def test_a_stop_string_over_an_interruption_ends_a_turn(engine: TransformersEngine) -> None:
+    """Of each turn, the text of its third and fourth token stops it; the interruption is between the two."""
+    free = talk(turns=1, max_tokens=lambda key, turn: 8)
+    engine.converse(free, SAMPLED)
+    for key, (rollout,) in free.drawn.items():
+        ids = rollout.completion_ids
+        if len(ids) < 5:
+            continue
+        stop = engine.tokenizer.decode(ids[2:4])
+        asked = Interrupted([PROMPTS[key]], 1, reply, lambda key, turn: 8)
+        asked.ready = [replace(asked.ready[0], seed=1000 * key)]
+        engine.converse(asked, replace(SAMPLED, stop=[stop]))
+        assert asked.drawn[0][0].finish_reason == "stop" and len(asked.drawn[0][0].completion_ids) <= 4
+
+
+def test_a_shortage_in_a_turn_that_goes_on_changes_nothing(engine: TransformersEngine, usual: Usual) -> None:
+    found = Interrupted(PROMPTS, 4, reply, lambda key, turn: 3 + (5 * key + turn) % 9)
+    with failing(engine, 12):
+        engine.converse(found, SAMPLED)
+    same(found, usual[0], to=1e-6)

@@ -1,7 +1,7 @@
 """Episodes made by hand, and conversations that an engine can serve."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -93,3 +93,23 @@ class Talk:
     def ids(self) -> dict[int, list[list[int]]]:
         """The tokens of each turn of each episode."""
         return {key: [rollout.completion_ids for rollout in rollouts] for key, rollouts in sorted(self.drawn.items())}
+
+
+class Interrupted(Talk):
+    """Each turn leaves the engine whenever it has drawn three tokens, and goes on with the next requests."""
+
+    def __post_init__(self) -> None:
+        self.new, self.listen = dict.fromkeys(range(len(self.prompts)), 0), self.few
+        super().__post_init__()
+
+    def few(self, key: int, tokens: list[int], logprobs: list[float]) -> bool:
+        self.new[key] += len(tokens)
+        return self.new[key] < 3
+
+    def add_rollout(self, key: int, rollout: Rollout) -> None:
+        interrupted, self.new[key] = self.new[key] >= 3, 0
+        if interrupted:
+            (request,) = [request for request in self.asked if request.key == key][-1:]
+            self.ready.append(replace(request, begun=rollout))
+        else:
+            super().add_rollout(key, rollout)

@@ -45,8 +45,8 @@ class EngineWorker:
     """Decodes calls from any thread with continuous batching, and runs tasks such as training in between.
 
     Calls of one `batch_key` (adapter, temperature ...) share an engine session. It ends when other calls or tasks wait
-    and its own calls are finished. The KV cache of the adapter in training and of the base model is kept between
-    sessions, until the engine sleeps."""
+    and its own calls are finished, or were interrupted for another user. The KV cache of the adapter in training and of
+    the base model is kept between sessions, until the engine sleeps."""
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerBase | None = None, *, seed: int = 0,
@@ -70,7 +70,7 @@ class EngineWorker:
 
     def submit(self, call: EngineCall) -> "Future[Turn]":
         """Queue a call, and return a future of its turn; for an invalid call the future raises ValueError. A cancelled
-        call that is already in the engine is sampled to its end, and its result is dropped."""
+        call that is already in the engine ends there (in vLLM, it is sampled to its end), and its result is dropped."""
         self.check_elsewhere("whoever waits for a call there waits for ever: ask before or after it")
         own, number = call.params.seed, next(self.numbers)
         call.seed = random.Random(f"{self.seed}-{number}").getrandbits(62) if own is None else own

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ QUIET = 0.05  # the next round starts after this fraction of a round's seconds w
 LEAST, MOST_QUIET = 0.003, 0.1  # bounds of that wait, in seconds
 logger = logging.getLogger(__name__)
 MOST = 4096  # remembered conversation numbers; an engine caches fewer
+SLICE = 256  # tokens that a call samples before it makes room for another user
 
 
 @dataclass(eq=False)
@@ -39,6 +40,9 @@ class EngineCall:
     seed: int = 0  # the resolved seed, set by the worker
     user: str = ""  # users have turns
     on_tokens: OnTokens | None = None  # as in `Request`
+    begun: Rollout | None = None  # its first tokens, if it was interrupted
+    drawn: int = 0  # tokens since it entered the engine
+    interrupted: bool = False  # it leaves the engine now, to go on later
 
     @cached_property
     def batch_key(self) -> tuple[object, ...]:
@@ -70,15 +74,21 @@ class RequestQueue:
         self.turn: int | None = None
         self.closed = False
 
-    def add(self, item: EngineCall | WorkerTask) -> None:
-        """Queue an item. If the queue is closed already, the item's future raises WorkerClosedError instead."""
+    def add(self, item: EngineCall | WorkerTask, first: bool = False) -> None:
+        """Queue an item: last in its line or, if it was interrupted, as the `first` of its user's next turn. If the
+        queue is closed already, the item's future raises WorkerClosedError instead."""
         with self.changed:
             if self.closed:
                 item.future.set_exception(WorkerClosedError("the engine is closed: nothing is sampled or run any more; "
                                                             "start the server or register the model again"))
                 return
             line = item.user, item.batch_key if isinstance(item, EngineCall) else None
-            self.lines.setdefault(line, deque()).append(item)
+            waiting = self.lines.setdefault(line, deque())
+            if first:
+                waiting.appendleft(item)
+                self.end_turn(line)
+            else:
+                waiting.append(item)
             self.changed.notify_all()
 
     def next(self) -> WorkerTask | EngineCall | None:
@@ -128,6 +138,11 @@ class RequestQueue:
                 self.end_turn(line)
             return taken
 
+    def others_wait(self, user: str) -> bool:
+        """Return whether users have turns, and anything of another user waits."""
+        with self.changed:
+            return self.turn is not None and any(line[0] != user for line in self.lines)
+
     def only(self, batch_key: tuple[object, ...]) -> bool:
         return all(line[1] == batch_key for line in self.lines)
 
@@ -160,8 +175,13 @@ class Keys:
         """Return the number of a call's conversation; sessions share none for a saved adapter, which may change."""
         if call.key is None:
             return self.new()
+        return self.keep(call, engine_session, None)
+
+    def keep(self, call: EngineCall, engine_session: int, number: int | None) -> int:
+        """Remember the number of a call's conversation (None: the known one, or a new one), and return it."""
         name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else engine_session)
-        self.known[name] = number = self.known.pop(name) if name in self.known else self.new()
+        known = self.known.pop(name, None)
+        self.known[name] = number = next(each for each in (number, known, self.new()) if each is not None)
         if len(self.known) > MOST:
             del self.known[next(iter(self.known))]
         return number
@@ -193,6 +213,9 @@ class EngineSession:
 
     def add_rollout(self, key: int, rollout: Rollout) -> None:
         call = self.open.pop(key)
+        if call.interrupted:
+            self.interrupt(call, key, rollout)
+            return
         self.back += 1
         if call.future.set_running_or_notify_cancel():
             call.future.set_result(turn_of(call, rollout))
@@ -236,7 +259,26 @@ class EngineSession:
         if key in self.open:
             key = self.keys.new()
         self.open[key] = call
-        return Request(key, call.ids, call.params.max_tokens, call.seed, call.on_tokens)
+        call.drawn, call.interrupted = 0, False
+        on_tokens = partial(self.on_tokens, call) if getattr(self.engine, "resumes", False) else call.on_tokens
+        return Request(key, call.ids, call.params.max_tokens, call.seed, on_tokens, call.begun)
+
+    def on_tokens(self, call: EngineCall, tokens: list[int], logprobs: list[float]) -> bool:
+        """Pass new tokens on; return False if the call is cancelled, or to interrupt it after SLICE tokens because
+        something of another user waits. The weights of LIVE may be trained meanwhile, so its calls go on."""
+        if call.future.cancelled() or (call.on_tokens is not None and not call.on_tokens(tokens, logprobs)):
+            return False
+        call.drawn += len(tokens)
+        call.interrupted = call.drawn >= SLICE and call.adapter != LIVE and self.waiting.others_wait(call.user)
+        return not call.interrupted
+
+    def interrupt(self, call: EngineCall, key: int, rollout: Rollout) -> None:
+        """Queue a call again, to go on behind its first tokens, and with their KV cache if the engine still has it."""
+        call.begun = rollout
+        if call.key is None:
+            call.key = -1 - key  # a caller's key is never negative
+            self.keys.keep(call, self.number, key)
+        self.waiting.add(call, first=True)
 
 
 def turn_of(call: EngineCall, rollout: Rollout) -> Turn:

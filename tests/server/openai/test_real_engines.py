@@ -1,7 +1,10 @@
 """The worker over the engines themselves and the embedded model: what is told of a turn is what the model computes."""
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,11 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.loader import FastLanguageModel
 from lowmem_grpo.models.packing import collate
 from lowmem_grpo.models.policy import Policy
+from lowmem_grpo.server.openai import request_queue
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
-from lowmem_grpo.server.openai.request_queue import LIVE
+from lowmem_grpo.server.openai.request_queue import LIVE, EngineCall
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 
 GUESS: Any = {"role": "user", "content": "Guess a number from 1 to 32."}
@@ -162,3 +166,115 @@ def test_turns_carry_the_policy_that_drew_them(room: Room) -> None:
     assert [turn.policy_version for turn in turns] == [0, 1]
     assert close_to(turns[1], room.recomputed(turns[1])) and not close_to(turns[0], room.recomputed(turns[0]))
     assert turns[1].cached_tokens == 0
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+    """A room with our engine, where users have turns of 8 tokens."""
+    monkeypatch.setattr(request_queue, "SLICE", 8)
+    made = Room("transformers", tmp_path)
+    made.worker.waiting.turn = 32
+    yield made
+    made.worker.close()
+    made.model.close_engine()
+
+
+def begun(room: Room, adapter: Any, order: list[str], then: Callable[[], "Future[Any]"], **params: Any) -> Turn:
+    """Ann's 64 tokens; once the first is there, `then` submits something of another user. Both ends go to `order`."""
+    first, asked, told = threading.Event(), threading.Event(), list[int]()
+
+    def listen(tokens: list[int], logprobs: list[float]) -> bool:
+        told.extend(tokens)
+        first.set()
+        return asked.wait(60)
+
+    call = EngineCall([5, 6, 7, 8], SamplingParams(max_tokens=64, seed=3, ignore_eos=True, **params), adapter,
+                      user="ann", on_tokens=listen)
+    call.future.add_done_callback(lambda _: order.append("ann"))
+    room.worker.submit(call)
+    assert first.wait(60)
+    other = then()
+    other.add_done_callback(lambda _: order.append("bob"))
+    asked.set()
+    turn = call.future.result(60)
+    other.result(60)
+    assert told == turn.completion_ids[:63], "each token is told once, but for the last"
+    return turn
+
+
+def nothing() -> "Future[Any]":
+    (done := Future[Any]()).set_result(None)
+    return done
+
+
+@pytest.mark.parametrize("adapter", ["base", "saved@3", "live"])
+def test_a_long_call_makes_room_for_another_user_and_goes_on_as_if_it_had_not(own: Room, adapter: str) -> None:
+    where, alone = own.chat.names()[adapter], list[str]()
+    expected = begun(own, where, alone, nothing)
+    calls = {
+        "other settings": lambda: own.worker.submit(EngineCall([9], SamplingParams(max_tokens=4, temperature=0.5), None,
+                                                               user="bob")),
+        "same settings": lambda: own.worker.submit(EngineCall([9], SamplingParams(max_tokens=4, ignore_eos=True), where,
+                                                              user="bob")),
+        "training": lambda: own.worker.run(lambda: None, user="bob"),
+    }
+    for what, then in calls.items():
+        order = list[str]()
+        turn = begun(own, where, order, then)
+        assert order == (["ann", "bob"] if adapter == "live" else ["bob", "ann"]), what
+        assert turn.completion_ids == expected.completion_ids and turn.finish_reason == "length", what
+        assert turn.logprobs == pytest.approx(expected.logprobs, abs=1e-4) and turn.text == expected.text, what
+
+
+def test_calls_of_one_user_alone_or_without_turns_are_not_interrupted(own: Room) -> None:
+    order = list[str]()
+    begun(own, None, order, lambda: own.worker.run(lambda: None, user="ann"))
+    own.worker.waiting.turn = None
+    begun(own, None, order, lambda: own.worker.run(lambda: None, user="bob"))
+    assert order == ["ann", "bob"] * 2
+
+
+def test_two_long_calls_of_two_users_take_turns_and_both_end(own: Room) -> None:
+    seen, order, other = list[str](), list[str](), SamplingParams(max_tokens=64, temperature=0.5, ignore_eos=True)
+
+    def bobs() -> "Future[Any]":
+        return own.worker.submit(EngineCall([9], other, None, user="bob",
+                                            on_tokens=lambda tokens, _: seen.append("bob") is None))
+
+    watched = own.worker.waiting.take_calls
+    own.worker.waiting.take_calls = lambda *given: [  # type: ignore[method-assign]
+        seen.append(call.user) or call for call in watched(*given)]
+    own.worker.awake().pace.pop_measured()
+    begun(own, None, order, bobs)
+    turns = [user for place, user in enumerate(seen) if place == 0 or seen[place - 1] != user]
+    assert turns == ["ann", "bob"] * 8
+    read = own.worker.engine.pace.tokens["prefill"]
+    assert read == 4 + 1 + 2 * 7, "what was sampled is not read again, but for the last token"
+
+
+def test_a_users_next_call_comes_behind_the_other_user_for_whom_the_first_made_room(own: Room) -> None:
+    order, short = list[str](), SamplingParams(max_tokens=4, temperature=0.5)
+
+    def two() -> "Future[Any]":
+        own.worker.submit(EngineCall([9], short, None, user="ann")).add_done_callback(lambda _: order.append("next"))
+        return own.worker.submit(EngineCall([9], replace(short, temperature=0.7), None, user="bob"))
+
+    begun(own, None, order, two)
+    assert order == ["bob", "next", "ann"]
+
+
+def test_a_cancelled_call_leaves_the_engine(own: Room) -> None:
+    count, first = list[int](), threading.Event()
+
+    def listen(tokens: list[int], logprobs: list[float]) -> bool:
+        count.append(len(tokens))
+        first.set()
+        return gone.wait(60)
+
+    gone = threading.Event()
+    call = EngineCall([5, 6], SamplingParams(max_tokens=200, ignore_eos=True), None, on_tokens=listen)
+    own.worker.submit(call)
+    assert first.wait(60) and call.future.cancel()
+    gone.set()
+    own.worker.run(lambda: None).result(60)
+    assert sum(count) <= 2
