@@ -78,12 +78,32 @@ def at_least(least: int, kind: Any = Real) -> Rule:
     )
 
 
+def within(least: int, most: int, kind: Any = Real) -> Rule:
+    return f"a whole number, from {least} to {most:,}", lambda value: (
+        at_least(least, kind)[1](value) and value <= most)
+
+
 def up_to(most: int, kind: Any = Real) -> Rule:
-    return f"a whole number, from 1 to {most:,}", lambda value: at_least(1, kind)[1](value) and value <= most
+    return within(1, most, kind)
 
 
 def one_of(*allowed: Any) -> Rule:
     return f"one of {', '.join(map(str, allowed))}", lambda value: value in allowed
+
+
+def from_number(least: float) -> Rule:
+    return number(f"a finite number, at least {least}", lambda value: least <= value < math.inf)
+
+
+def some_of(*allowed: str) -> Rule:
+    """Return a rule for texts with names between commas; a name may be given without what is before its colon."""
+    names = [name.rpartition(":")[2] for name in allowed]
+    return f"some of {', '.join(names)}, with commas between them", lambda value: (
+        all(word.strip() in names for word in value.split(",")))
+
+
+def matching(words: str, pattern: str) -> Rule:
+    return words, lambda value: re.fullmatch(pattern, value) is not None
 
 
 NOT_NEGATIVE = number("0 or above", lambda value: value >= 0)  # infinity too

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from lowmem_grpo import recipes
+from lowmem_grpo import recipes, utils
 from lowmem_grpo.config import distillation, preferences
 from lowmem_grpo.config.grpo import GRPOConfig, check_weights
 from lowmem_grpo.config.loading import VLLM, EngineSettings, form_of_weights
@@ -24,7 +24,7 @@ from lowmem_grpo.recipes.recipe_file import NO_EXAM, is_recipe_file, own_traceba
 from lowmem_grpo.runs.listeners import refuse_absent_sinks
 from lowmem_grpo.runs.saved_adapter import adapter_settings, find_adapter
 from lowmem_grpo.runs.views.terminal import columns
-from lowmem_grpo.utils import check_value
+from lowmem_grpo.utils import Rule, check_value
 
 WIDTH, QUOTE = 100, "'"
 PRESET = ("model", "max_seq_length", "lora_rank", "lora_alpha", "settings", "load_in_4bit")  # of Preset, in order
@@ -50,7 +50,7 @@ def check_recipe(name: str, arguments: Sequence[str]) -> dict[str, Any]:
     if not written and named(tree, "OPTIONS") != SHARED:
         return {}
     config_class = (vars(distillation) | vars(preferences)).get(named(tree, "SETTINGS"), GRPOConfig)
-    asked: Any = fill(class_of(written, config_class), list(arguments))
+    asked: Any = fill(class_of(tree, written, config_class), list(arguments))
     for option, value in asked.config.items():
         check_value(config_class, option, value)
     check_teacher(asked.config.get("teacher"), config_class is distillation.DistillationConfig)
@@ -86,13 +86,46 @@ def own_options(tree: ast.Module) -> dict[str, tuple[str, str]]:
             if option not in shared}
 
 
-def class_of(written: dict[str, tuple[str, str]], config_class: type = GRPOConfig) -> Any:
-    """Return a class with the options of every recipe and these, as `own_options` returns them."""
+def class_of(tree: ast.Module, written: dict[str, tuple[str, str]], config_class: type = GRPOConfig) -> Any:
+    """Return a class with the options of every recipe and these, as `own_options` returns them, and with their rules
+    that are written with rules of utils.py and literals."""
     from lowmem_grpo.recipes.options import RecipeOptions
 
     own = {option: TYPES.get(kind, Any) for option, (kind, _) in written.items()}
     return make_dataclass("Asked", [(option, kind, field(default=None)) for option, kind in own.items()],
-                          bases=(RecipeOptions,), namespace={"settings": config_class})
+                          bases=(RecipeOptions,), namespace={
+                              "settings": config_class, "RANGES": RecipeOptions.RANGES | ranges_of(tree)})
+
+
+def ranges_of(tree: ast.Module) -> dict[str, Rule]:
+    found = {}
+    for home, owner in classes_of(tree, named(tree, "OPTIONS")):
+        for node in owner.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RANGES":
+                for table in (each for each in ast.walk(node.value) if isinstance(each, ast.Dict)):
+                    pairs = zip(table.keys, table.values, strict=True)
+                    found |= {literal(key): rule for key, value in pairs if (rule := rule_of(home, value))}
+    return found
+
+
+def rule_of(home: ast.Module, node: ast.expr) -> Rule | None:
+    """Return a rule that is a name of utils.py, or a call of such a name with literals; None for others."""
+    ours = {name.name for each in home.body if isinstance(each, ast.ImportFrom) and each.module == utils.__name__
+            for name in each.names}
+    name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+    if name not in ours or not isinstance(node, ast.Call):
+        return vars(utils)[name] if name in ours else None
+    values = [value for each in node.args for value in values_of(home, each)]
+    return None if None in values else vars(utils)[name](*values)
+
+
+def values_of(home: ast.Module, node: ast.expr) -> list[Any]:
+    """Return the values of an argument: one, or those of a starred name or its keys. None stands for no literal."""
+    inner = node.value if isinstance(node, ast.Starred) else node
+    written = assigned(home, inner.id) if isinstance(inner, ast.Name) else inner
+    if not isinstance(node, ast.Starred):
+        return [literal(written)]
+    return [literal(key) for key in written.keys] if isinstance(written, ast.Dict) else literal(written) or [None]
 
 
 def refuse_empty(asked: Any, written: dict[str, tuple[str, str]]) -> None:
@@ -119,12 +152,12 @@ def check_words(recipe: str, words: Sequence[str]) -> None:
     """Raise click.UsageError for words that are not key=value with an option that the recipe alone has."""
     from lowmem_grpo.recipes.options import fill, parse
 
-    own = own_options(recipe_tree(recipe))
+    own = own_options(tree := recipe_tree(recipe))
     for name in parse([*words]):
         if name not in own:
             allowed = f"its options are {', '.join(own)}" if own else "it has no options of its own"
             raise click.UsageError(f"{name} is no option of the problems of {recipe}{suggestion(name, own)}; {allowed}")
-    asked = fill(class_of(own), [*words])
+    asked = fill(class_of(tree, own), [*words])
     if not is_recipe_file(recipe):
         refuse_empty(asked, own)
 
@@ -260,27 +293,35 @@ def literal(node: ast.expr | None) -> Any:
 def options_of(tree: ast.Module, owner: str) -> dict[str, Option]:
     """Return the fields of a dataclass by name, with their attribute docstrings; fields of base classes come first."""
     options: dict[str, Option] = {}
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and owner != SHARED:
-            options |= imported(node, owner)
-        if isinstance(node, ast.ClassDef) and node.name == owner:
-            for base in map(ast.unparse, node.bases):
-                options |= options_of(tree, base) if base != SHARED else {}
-            for field, below in zip(node.body, [*node.body[1:], None], strict=True):
-                if isinstance(field, ast.AnnAssign) and field.value is not None:
-                    name, kind, written = (ast.unparse(part) for part in (field.target, field.annotation, field.value))
-                    if not kind.startswith("ClassVar"):
-                        default = (named(tree, written) or written).strip(QUOTE)
-                        options[name] = name, kind, default, text_of(below) or options.get(name, ("",) * 4)[3]
+    for home, node in classes_of(tree, owner):
+        for entry, below in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(entry, ast.AnnAssign) and entry.value is not None:
+                name, kind, written = (ast.unparse(part) for part in (entry.target, entry.annotation, entry.value))
+                if not kind.startswith("ClassVar"):
+                    default = (named(home, written) or written).strip(QUOTE)
+                    options[name] = name, kind, default, text_of(below) or options.get(name, ("",) * 4)[3]
     return options
 
 
-def imported(node: ast.ImportFrom, owner: str) -> dict[str, Option]:
-    """Return the fields of the class `owner` if this import statement takes it from a file of our package."""
+def classes_of(tree: ast.Module, owner: str) -> list[tuple[ast.Module, ast.ClassDef]]:
+    """Return the class `owner` and before it those of its bases that files of our package have, each with its file."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and owner != SHARED:
+            found += imported(node, owner)
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            for base in map(ast.unparse, node.bases):
+                found += classes_of(tree, base) if base != SHARED else []
+            found.append((tree, node))
+    return found
+
+
+def imported(node: ast.ImportFrom, owner: str) -> list[tuple[ast.Module, ast.ClassDef]]:
+    """Return `classes_of` if this import statement takes the class `owner` from a file of our package."""
     inside = (node.module or "").split(".")
     path = Path(recipes.__path__[0]).parents[1].joinpath(*inside).with_suffix(".py")
     names = [name.name for name in node.names if (name.asname or name.name) == owner]
-    return options_of(parsed(path), names[0]) if names and inside[0] == "lowmem_grpo" and path.is_file() else {}
+    return classes_of(parsed(path), names[0]) if names and inside[0] == "lowmem_grpo" and path.is_file() else []
 
 
 def text_of(node: ast.stmt | None) -> str:

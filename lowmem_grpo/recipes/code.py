@@ -23,6 +23,7 @@ from lowmem_grpo.rewards.ready.code import CodeVerifier, code_passes_tests
 from lowmem_grpo.rewards.sandbox.limits import Limits
 from lowmem_grpo.rewards.sandbox.trial import SandboxError
 from lowmem_grpo.rewards.texts import completion_text
+from lowmem_grpo.utils import at_least, from_number, one_of
 
 DEFAULTS = USUAL | {"output_dir": "runs/code", "max_steps": 100, "max_completion_length": 256, "warmup_ratio": 0.05}
 PRESETS: Presets = {
@@ -137,6 +138,8 @@ class CodeOptions(ProblemOptions):
     """The time limit of a test, in seconds."""
 
     OF_MACHINE = ("isolation", "workers")
+    RANGES = ProblemOptions.RANGES | {
+        "isolation": one_of("bubblewrap", "process"), "workers": at_least(1), "seconds": from_number(0.05)}
 
     def verifier(self) -> CodeVerifier:
         """Return the verifier that tests the code. SandboxError, with the fix, if the sandbox does not work."""

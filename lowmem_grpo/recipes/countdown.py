@@ -26,6 +26,7 @@ from lowmem_grpo.recipes.options import ProblemOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.recipes.tasks import distinct, take
 from lowmem_grpo.rewards.texts import completion_text
+from lowmem_grpo.utils import check_ranges, matching, within
 
 DEFAULTS = USUAL | {
     "output_dir": "runs/countdown", "max_steps": 200, "max_completion_length": 640, "warmup_ratio": 0.05,
@@ -64,15 +65,16 @@ class CountdownOptions(ProblemOptions):
     operators: str = "+-*/"
     """The operators that the prompt allows."""
 
+    RANGES = ProblemOptions.RANGES | {
+        "min_numbers": within(2, 6), "max_numbers": within(2, 6), "largest_number": within(4, 99),
+        "largest_target": within(4, LARGEST_RESULT),
+        "operators": matching("some of +-*/, with + or *", "[-+*/]*[+*][-+*/]*"),
+    }
+
     def __post_init__(self) -> None:
-        if not 2 <= self.min_numbers <= self.max_numbers <= 6:
-            raise ValueError(f"min_numbers is {self.min_numbers} and max_numbers {self.max_numbers}; they must be 2 to "
-                             "6, the first not above the second")
-        for name, most in (("largest_number", 99), ("largest_target", LARGEST_RESULT)):
-            if not 4 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 4 to {most}")
-        if not self.operators or set(self.operators) - set(OPERATORS) or not set(self.operators) & set("+*"):
-            raise ValueError(f"operators is {self.operators!r}; allowed are those of {''.join(OPERATORS)}, with + or *")
+        check_ranges(self)
+        if self.min_numbers > self.max_numbers:
+            raise ValueError(f"min_numbers is {self.min_numbers}, above max_numbers, which is {self.max_numbers}")
 
 
 OPTIONS = CountdownOptions

@@ -21,6 +21,7 @@ from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.recipes.tasks import distinct, take
 from lowmem_grpo.rewards.ready.mail import email_rewards
+from lowmem_grpo.utils import at_least
 
 DEFAULTS = USUAL | {"output_dir": "runs/email", "max_steps": 100, "max_completion_length": 192, "warmup_ratio": 0.05}
 PRESETS: Presets = {
@@ -52,6 +53,8 @@ class EmailOptions(RecipeOptions):
     """The number of held-out e-mails in each evaluation."""
     longest_words: int = LONGEST_WORDS
     """The most words of a reply; a longer reply loses 1."""
+
+    RANGES = RecipeOptions.RANGES | {"longest_words": at_least(0)}
 
 
 OPTIONS = EmailOptions

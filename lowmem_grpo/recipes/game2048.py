@@ -18,6 +18,7 @@ from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.trainer.play import Play
+from lowmem_grpo.utils import at_least, one_of
 
 DEFAULTS = USUAL | {
     "output_dir": "runs/game2048", "max_steps": 100, "learning_rate": 5e-6, "max_completion_length": 64,
@@ -56,6 +57,7 @@ class Size:
             raise ValueError(f"moves is {self.moves}; it must be at least 1")
 
 
+GOALS = 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072
 SIZES = {3: Size(3, 32, 25), 4: Size(4, 256, 250)}  # reaching the goal takes about half of these moves
 
 
@@ -188,14 +190,11 @@ class Game2048Options(RecipeOptions):
     eval_problems: int = 256
     """The number of held-out games in each evaluation."""
 
-    def __post_init__(self) -> None:
-        self.size(tiny=True)
+    RANGES = RecipeOptions.RANGES | {"side": one_of(3, 4), "goal": one_of(*GOALS), "moves": at_least(1)}
 
     def size(self, tiny: bool) -> Size:
-        """Return side, goal and moves for an embedded (`tiny`) or another model. ValueError for an unknown side."""
+        """Return side, goal and moves for an embedded (`tiny`) or another model."""
         side = (OF_TINY if tiny else OF_OTHERS) if self.side is None else self.side
-        if side not in SIZES:
-            raise ValueError(f"side is {side}; it must be {' or '.join(map(str, SIZES))}")
         usual = SIZES[side]
         return Size(side, usual.goal if self.goal is None else self.goal,
                     usual.moves if self.moves is None else self.moves)

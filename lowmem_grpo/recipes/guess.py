@@ -15,6 +15,7 @@ from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.trainer.play import Play
+from lowmem_grpo.utils import at_least
 
 DEFAULTS = USUAL | {
     "output_dir": "runs/guess", "max_steps": 100, "learning_rate": 5e-6, "max_completion_length": 512,
@@ -99,8 +100,7 @@ class GuessOptions(RecipeOptions):
     eval_problems: int = 256
     """The number of held-out games in each evaluation."""
 
-    def __post_init__(self) -> None:
-        Guess(self.largest, self.tries)  # raises ValueError for a game that cannot be played
+    RANGES = RecipeOptions.RANGES | {"largest": at_least(2), "tries": at_least(1)}
 
 
 OPTIONS = GuessOptions

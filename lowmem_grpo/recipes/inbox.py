@@ -20,8 +20,9 @@ from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepar
 from lowmem_grpo.recipes.tasks import take
 from lowmem_grpo.recipes.tasks.inbox import UNKNOWN, WRONG, Inbox, baselines, earned
 from lowmem_grpo.recipes.tasks.mail_database import check_sqlite
-from lowmem_grpo.recipes.tasks.mailbox import WORLDS, check_name, mailbox
+from lowmem_grpo.recipes.tasks.mailbox import WORLDS, mailbox
 from lowmem_grpo.trainer.play import Play
+from lowmem_grpo.utils import at_least, one_of
 
 DEFAULTS = USUAL | {
     "output_dir": "runs/inbox", "max_steps": 100, "learning_rate": 5e-6, "max_completion_length": 3072,
@@ -35,7 +36,6 @@ PRESETS: Presets = {
 } | on_cards(4096)
 SMALL, LARGE = WORLDS
 DOUBT = {SMALL: WRONG, LARGE: UNKNOWN}  # reward of "unknown"; the embedded model would learn to say only that
-REWARDS = ("rules", "ruler")
 SYSTEM = """\
 You answer questions about the mails of a company. Search them with the tool search, read those that may help with the
 tool read, and hand in the answer with the tool answer: a few words, and the ids of the mails that say so. A search
@@ -63,13 +63,12 @@ class InboxOptions(JudgeOptions):
     eval_problems: int = 64
     """The number of held-out questions in each evaluation."""
 
+    RANGES = JudgeOptions.RANGES | {
+        "mailbox": one_of("small", "large"), "reward": one_of("rules", "ruler"),
+        "calls": at_least(2),  # a search, and an answer
+    }
+
     def __post_init__(self) -> None:
-        if self.mailbox is not None:
-            check_name(self.mailbox)
-        if self.calls is not None and self.calls < 2:
-            raise ValueError(f"calls is {self.calls}; it must be at least 2: a search, and an answer")
-        if self.reward not in REWARDS:
-            raise ValueError(f"reward is {self.reward!r}; allowed: {', '.join(REWARDS)}")
         judged = [name for name in ("judge_model", "judge_key") if getattr(self, name) is not None]
         if self.reward != "ruler" and (self.judge != SELF or judged):
             raise ValueError(f"{(judged or ['judge'])[0]} is for a judge: give reward=ruler with it")

@@ -20,6 +20,7 @@ from lowmem_grpo.recipes.options import ProblemOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, mixed_on_cpu, on_cards, prepare
 from lowmem_grpo.recipes.tasks import check_split
 from lowmem_grpo.rewards import follows_instructions, soft_overlong_penalty
+from lowmem_grpo.utils import some_of, within
 
 DEFAULTS = USUAL | {"output_dir": "runs/instructions", "max_steps": 200, "max_completion_length": 384}
 PRESETS: Presets = {
@@ -109,6 +110,8 @@ class InstructionOptions(ProblemOptions):
     kinds: str | None = None
     """Kinds of instructions, with commas between them. None: all; on a CPU, if `instructions` is not set either, four
     that a small model learns first."""
+
+    RANGES = ProblemOptions.RANGES | {"instructions": within(1, 6), "kinds": some_of(*KINDS)}
 
     def __post_init__(self) -> None:
         groups = len({KINDS[kind][0] for kind in self.chosen})

@@ -29,6 +29,7 @@ from lowmem_grpo.rewards.judge.self_judge import SelfJudge
 from lowmem_grpo.rewards.ready.formats import too_long
 from lowmem_grpo.rewards.texts import completion_texts
 from lowmem_grpo.trainer.lifecycle import update_summary
+from lowmem_grpo.utils import matching, require
 
 SELF = "self"
 TOKENS_OF_A_REPLY = {True: 32, False: 768}  # for an embedded model, whose replies make no sense, and for others
@@ -137,6 +138,9 @@ class JudgeOptions(RecipeOptions):
     judge_key: str | None = None
     """The server's API key. None: the variable OPENAI_API_KEY. If the server checks no key, give any text."""
 
+    RANGES = RecipeOptions.RANGES | {
+        "judge": matching('"self", or an address that begins with http:// or https://', "self|https?://.+")}
+
     def url_judge(self) -> Judge | None:
         """Return the judge on a server; None if the base model judges. Raises ValueError for options that conflict."""
         if self.judge == SELF:
@@ -144,8 +148,7 @@ class JudgeOptions(RecipeOptions):
             if extra:
                 raise ValueError(f"{extra[0]} is for a judge at an address: give judge=http://... with it")
             return None
-        if not self.judge.startswith(("http://", "https://")):
-            raise ValueError(f'judge is {self.judge!r}; allowed are "self" and an address that begins with http')
+        require("judge", self.judge, self.RANGES["judge"])
         if self.judge_model is None:
             raise ValueError("judge_model is missing: the name by which the server knows its model")
         from lowmem_grpo.rewards.judge.url_judge import UrlJudge  # it needs the package openai

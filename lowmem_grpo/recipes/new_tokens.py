@@ -22,6 +22,7 @@ from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepar
 from lowmem_grpo.recipes.tasks import take
 from lowmem_grpo.recipes.tasks.arithmetic import MAX_STEPS, Problem, problems
 from lowmem_grpo.rewards.texts import completion_text
+from lowmem_grpo.utils import at_least
 
 TOKENS = {"+": " <|plus|>", "-": " <|minus|>", "*": " <|times|>"}  # with the space before them, as words have it
 FORM = " Write each step on a line of its own, such as 4 + 3 = 7, and then Answer: and the result."  # for hub models
@@ -41,6 +42,8 @@ PRESETS: Presets = {
 class NewTokensOptions(ProblemOptions):
     sft_steps: int = 100
     """The number of SFT steps on solved problems before GRPO."""
+
+    RANGES = ProblemOptions.RANGES | {"sft_steps": at_least(0)}
 
 
 OPTIONS = NewTokensOptions

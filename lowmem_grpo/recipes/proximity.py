@@ -25,6 +25,7 @@ from lowmem_grpo.rewards.reading import Finder, after, in_tag, last_line
 from lowmem_grpo.rewards.ready.answers import number_equal, number_match, proximity, regex_match
 from lowmem_grpo.rewards.ready.formats import REASONING_TAGS, format_kept, format_match, tags_counted
 from lowmem_grpo.rewards.reward import Reward, Verifier
+from lowmem_grpo.utils import at_least
 
 DEFAULTS = USUAL | {
     "output_dir": "runs/proximity", "max_steps": 150, "learning_rate": 5e-6, "max_completion_length": 512,
@@ -156,9 +157,7 @@ class ProximityOptions(ProblemOptions):
     sft_steps: int = 15
     """The number of SFT steps before GRPO; 0 skips SFT."""
 
-    def __post_init__(self) -> None:
-        if self.sft_steps < 0:
-            raise ValueError(f"sft_steps is {self.sft_steps}; it must be 0 or above")
+    RANGES = ProblemOptions.RANGES | {"sft_steps": at_least(0)}
 
 
 OPTIONS = ProximityOptions

@@ -24,6 +24,7 @@ from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, Setup, on_cards,
 from lowmem_grpo.recipes.proximity import RIGHT, STEPS, WORDS, Task, make_dataset, make_demonstrations
 from lowmem_grpo.rollout.teacher_prompts import COLUMN
 from lowmem_grpo.runs.records import FINAL
+from lowmem_grpo.utils import at_least
 
 SETTINGS = SDFTConfig
 DEFAULTS = USUAL | {
@@ -49,6 +50,7 @@ class SelfDistillOptions(ProblemOptions):
     """The number of SFT steps in which the embedded model's teacher learns to read a solution."""
 
     settings: ClassVar[type[GRPOConfig]] = SETTINGS
+    RANGES = ProblemOptions.RANGES | {"reading_steps": at_least(1)}
 
 
 OPTIONS = SelfDistillOptions

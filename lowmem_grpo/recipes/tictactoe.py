@@ -16,6 +16,7 @@ from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.trainer.play import Play
+from lowmem_grpo.utils import SHARE, matching, require
 
 DEFAULTS = USUAL | {
     "output_dir": "runs/tictactoe", "max_steps": 200, "learning_rate": 5e-6, "max_completion_length": 768,
@@ -149,20 +150,16 @@ class TicTacToeOptions(RecipeOptions):
     eval_problems: int = 256
     """The number of held-out games in each evaluation."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.test_strength <= 1:
-            raise ValueError(f"test_strength is {self.test_strength}; it must be from 0 (random) to 1 (perfect)")
-        self.mixed()
+    RANGES = RecipeOptions.RANGES | {
+        "test_strength": SHARE, "strengths": matching(
+            "numbers from 0 (random) to 1 (perfect), with commas between them, such as 0,0.5,1",
+            r"\s*(0|1|0?\.\d+|[01]\.0*)\s*(,\s*(0|1|0?\.\d+|[01]\.0*)\s*)*"),
+    }
 
     def mixed(self) -> tuple[float, ...]:
         """Return the strengths as numbers. Raises ValueError if they are not numbers from 0 to 1."""
-        try:
-            strengths = tuple(float(word) for word in self.strengths.split(","))
-        except ValueError:
-            raise ValueError(
-                f"strengths is {self.strengths!r}; give numbers with commas between them: 0,0.5,1"
-            ) from None
-        return TicTacToe(strengths).strengths
+        require("strengths", self.strengths, self.RANGES["strengths"])
+        return tuple(map(float, self.strengths.split(",")))
 
 
 OPTIONS = TicTacToeOptions

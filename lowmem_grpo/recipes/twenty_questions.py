@@ -18,6 +18,7 @@ from lowmem_grpo.recipes.lesson import Lesson, teach
 from lowmem_grpo.recipes.options import RecipeOptions
 from lowmem_grpo.recipes.presets import USUAL, Preset, Presets, on_cards, prepare
 from lowmem_grpo.trainer.play import Play
+from lowmem_grpo.utils import at_least, one_of
 
 DEFAULTS = USUAL | {
     "output_dir": "runs/twenty_questions", "max_steps": 200, "learning_rate": 5e-6, "max_completion_length": 1536,
@@ -196,14 +197,11 @@ class TwentyQuestionsOptions(RecipeOptions):
     eval_problems: int = 256
     """The number of held-out games in each evaluation."""
 
-    def __post_init__(self) -> None:
-        self.chosen(tiny=True)
+    RANGES = RecipeOptions.RANGES | {"world": one_of("numbers", "things"), "turns": at_least(1)}
 
     def chosen(self, tiny: bool) -> Things:
-        """Return things, turns and rules for an embedded (`tiny`) or another model. ValueError for an unknown world."""
+        """Return things, turns and rules for an embedded (`tiny`) or another model."""
         name = (OF_TINY if tiny else OF_OTHERS) if self.world is None else self.world
-        if name not in WORLDS:
-            raise ValueError(f"world is {name!r}; it must be {' or '.join(WORLDS)}")
         usual = WORLDS[name]
         return replace(usual, turns=usual.turns if self.turns is None else self.turns)
 

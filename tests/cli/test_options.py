@@ -66,6 +66,41 @@ WRONG = {  # command line: words of the refusal
     "run gsm8k dataset=nothing": "no file 'nothing' that can be read; allowed are .jsonl",
     "run gsm8k dataset=rows.jsonl": "rows.jsonl has no column question; it has prompt, answer",
     "run code seconds=soon": "seconds is 'soon'; it must be a number",
+    "run code seconds=0": "seconds is 0.0; it must be a finite number, at least 0.05",
+    "run code isolation=docker": "isolation is 'docker'; it must be one of bubblewrap, process, or None",
+    "run code workers=0": "workers is 0; it must be a whole number, at least 1, or None",
+    "run countdown min_numbers=9": "min_numbers is 9; it must be a whole number, from 2 to 6",
+    "run countdown max_numbers=7": "max_numbers is 7; it must be a whole number, from 2 to 6",
+    "run countdown largest_number=100": "largest_number is 100; it must be a whole number, from 4 to 99",
+    "run countdown largest_target=2": "largest_target is 2; it must be a whole number, from 4 to 999",
+    "run countdown operators=-/": "operators is '-/'; it must be some of +-*/, with + or *",
+    "run dpo answers=1": "answers is 1; it must be a whole number, at least 2",
+    "run dpo most_pairs=0": "most_pairs is 0; it must be a whole number, at least 1",
+    "run email longest_words=-1": "longest_words is -1; it must be a whole number, at least 0",
+    "run game2048 side=5": "side is 5; it must be one of 3, 4, or None",
+    "run game2048 goal=33": "goal is 33; it must be one of 8, 16, 32, 64",
+    "run game2048 moves=0": "moves is 0; it must be a whole number, at least 1, or None",
+    "run guess largest=1": "largest is 1; it must be a whole number, at least 2",
+    "run guess tries=0": "tries is 0; it must be a whole number, at least 1",
+    "run inbox mailbox=huge": "mailbox is 'huge'; it must be one of small, large, or None",
+    "run inbox calls=1": "calls is 1; it must be a whole number, at least 2, or None",
+    "run inbox reward=best": "reward is 'best'; it must be one of rules, ruler",
+    "run inbox reward=ruler judge=gpt": "judge is 'gpt'; it must be \"self\", or an address that begins with http",
+    "run instructions instructions=7": "instructions is 7; it must be a whole number, from 1 to 6, or None",
+    "run instructions kinds=no_comma,haiku": "kinds is 'no_comma,haiku'; it must be some of english_lowercase, english",
+    "run judge judge=gpt": "judge is 'gpt'; it must be \"self\", or an address that begins with http",
+    "run new_tokens sft_steps=-1": "sft_steps is -1; it must be a whole number, at least 0",
+    "run proximity sft_steps=-1": "sft_steps is -1; it must be a whole number, at least 0",
+    "run reward_model paid_by=me": "paid_by is 'me'; it must be one of reward_model, verifier",
+    "run self_distill reading_steps=0": "reading_steps is 0; it must be a whole number, at least 1",
+    "run tictactoe strengths=half": "strengths is 'half'; it must be numbers from 0 (random) to 1 (perfect), with",
+    "run tictactoe strengths=0,2": "strengths is '0,2'; it must be numbers from 0 (random) to 1 (perfect), with",
+    "run tictactoe test_strength=-1": "test_strength is -1.0; it must be a share, from 0 to 1",
+    "run twenty_questions world=animals": "world is 'animals'; it must be one of numbers, things, or None",
+    "run twenty_questions turns=0": "turns is 0; it must be a whole number, at least 1, or None",
+    "run ./mine.py size=0": "size is 0; it must be a whole number, at least 1",
+    "generate --recipe guess largest=1": "largest is 1; it must be a whole number, at least 2",
+    "eval tiny --recipe instructions kinds=haiku": "kinds is 'haiku'; it must be some of",
     "generate": "give a PROMPT to answer", "generate hi --recipe guess": "not both",
     "generate --recipe ''": "no recipe ''",
     "generate hi --you beside": "--you is for --recipe", "generate --recipe gues": "did you mean guess",
@@ -85,9 +120,9 @@ WRONG = {  # command line: words of the refusal
     "eval tiny --recipe arithmatic": "no recipe 'arithmatic'; did you mean arithmetic?",
     "eval tiny --recipe options": "no recipe 'options'", "eval tiny --recipe ./nope.py": "(no such file)",
     "run gsm8k dataset=": "dataset is empty; give a value, or leave it out for openai/gsm8k",
-    "run instructions kinds=": "kinds is empty; give a value, or leave it out",
-    "run countdown 'operators= '": "operators is empty; give a value, or leave it out for +-*/",
-    "eval tiny --recipe instructions kinds=": "kinds is empty; give a value",
+    "run instructions kinds=": "kinds is ''; it must be some of", "run judge judge_model=": "judge_model is empty",
+    "run countdown 'operators= '": "operators is ' '; it must be some of +-*/, with + or *",
+    "eval tiny --recipe judge judge_key=": "judge_key is empty; give a value",
     "eval tiny --recipe gsm8k": "no dataset 'openai/gsm8k': it is not in the cache",
     "eval tiny --recipe gsm8k --dataset nope.jsonl": "no file 'nope.jsonl' that can be read",
     "eval tiny --recipe gsm8k dataset=rows.jsonl": "rows.jsonl has no column question",
@@ -230,9 +265,12 @@ RECIPE = """
 import torch
 from dataclasses import dataclass
 from lowmem_grpo.recipes.options import RecipeOptions
+from lowmem_grpo.utils import at_least
 @dataclass
 class Mine(RecipeOptions):
     name: str = "x"
+    size: int = 3
+    RANGES = RecipeOptions.RANGES | {"size": at_least(1), "name": ("a text", lambda value: True)}
 OPTIONS = Mine
 def run(options):
     pass

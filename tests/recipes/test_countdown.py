@@ -89,10 +89,12 @@ def test_a_difficulty_with_too_few_puzzles_or_none_is_refused(monkeypatch: pytes
 
 def test_a_difficulty_that_makes_no_sense_is_refused() -> None:
     assert not_refused(lambda options: CountdownOptions(**options), [
-        ({"min_numbers": 1}, "min_numbers is 1 and max_numbers 4; they must be 2 to 6"),
-        ({"max_numbers": 7}, "2 to 6"), ({"min_numbers": 4, "max_numbers": 3}, "not above the second"),
-        ({"largest_number": 100}, "largest_number is 100; it must be 4 to 99"), ({"largest_target": 2}, "4 to 999"),
-        ({"operators": ""}, "operators is ''"), ({"operators": "+^"}, "allowed are those of +-*/"),
+        ({"min_numbers": 1}, "min_numbers is 1; it must be a whole number, from 2 to 6"),
+        ({"max_numbers": 7}, "from 2 to 6"),
+        ({"min_numbers": 4, "max_numbers": 3}, "min_numbers is 4, above max_numbers, which is 3"),
+        ({"largest_number": 100}, "largest_number is 100; it must be a whole number, from 4 to 99"),
+        ({"largest_target": 2}, "from 4 to 999"),
+        ({"operators": ""}, "operators is ''"), ({"operators": "+^"}, "it must be some of +-*/"),
         ({"operators": "-/"}, "with + or *"),
     ]) == []
 
