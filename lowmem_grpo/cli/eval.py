@@ -221,11 +221,11 @@ def summary_of(subject: Candidate) -> dict[str, Any]:
 
 def seed_of(subject: Candidate, chosen: dict[str, Any]) -> int:
     """Return the seed that was asked for, or with which a run of this recipe was started; else 0."""
-    from lowmem_grpo.recipes.eval_task import recorded_by
+    from lowmem_grpo.recipes.eval_task import recorded_by, seed_in
 
-    asked, recipe = chosen["seed"], chosen["recipe"]
-    trained = recorded_by(subject.adapter, recipe).get("seed") if asked is None and recipe else asked
-    return trained if isinstance(trained, int) else 0
+    if chosen["seed"] is not None or not chosen["recipe"]:
+        return chosen["seed"] or 0
+    return seed_in(recorded_by(subject.adapter, chosen["recipe"]))
 
 
 def tokens_of_run(subject: Candidate) -> int | None:

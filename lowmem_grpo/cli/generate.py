@@ -26,7 +26,8 @@ MAX_TOKENS = 256
 @click.option("--temperature", default=1.0, show_default=True)
 @click.option("--max-tokens", type=int, help="Longest answer, or longest episode.  [default: "
               f"{MAX_TOKENS}, or that of the recipe]")
-@click.option("--seed", type=int, default=None)
+@click.option("--seed", type=int, help="[default: with --recipe that of the adapter's run, or 0; else, and with --you, "
+              "another each time]")
 @click.option("--load-in-4bit", is_flag=True, help="Hold the base model in 4 bits.")
 @click.option("--fp8", "load_in_fp8", is_flag=True, help="Hold the base model in 8-bit floats.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each answer or episode.")

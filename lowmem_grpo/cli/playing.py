@@ -16,7 +16,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.loader import FastVisionModel
 from lowmem_grpo.models.new_tokens import fit_vocabulary
 from lowmem_grpo.models.pretrained import tokenizer_beside
-from lowmem_grpo.recipes.eval_task import exam_as_trained, recorded_by
+from lowmem_grpo.recipes.eval_task import exam_as_trained, recorded_by, seed_in
 from lowmem_grpo.recipes.presets import choose
 from lowmem_grpo.recipes.recipe_file import find_recipe
 from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
@@ -61,7 +61,8 @@ def play(
     folder, base = adapter_and_base(adapter)
     presets = getattr(find_recipe(recipe), "PRESETS", None)
     name = model or base or (choose("auto", presets)[1].model if presets else "tiny")
-    exam, said = exam_as_trained(recipe, name, recorded_by(folder, recipe), words)
+    run = recorded_by(folder, recipe)
+    exam, said = exam_as_trained(recipe, name, run, words)
     played = exam.play
     if played is None:
         raise ValueError(NO_EPISODES.format(recipe))
@@ -69,8 +70,9 @@ def play(
         played = against(played, recipe)
     if said:
         echo(f"the task is as in the run: {said}; KEY=VALUE gives others", err=True)
-    params = replace(params, max_tokens=longest or exam.max_tokens_of(name))
-    seed = random.getrandbits(30) if params.seed is None else params.seed
+    usual = seed_in(run) if you is None else random.getrandbits(30)  # a person plays what they do not know
+    seed = usual if params.seed is None else params.seed
+    params = replace(params, max_tokens=longest or exam.max_tokens_of(name), seed=seed)
     (row,) = exam.problems_of(name)(1, seed, None)
     loaded, request = load(name, folder, max(CONTEXT, 2 * params.max_tokens), **form)
     tell = (lambda who, text: None) if as_json else say
@@ -85,7 +87,8 @@ def play(
     else:
         for reply in rollout.turns[-1].replies if rollout.turns else ():
             say(str(reply.get("role")), str(reply.get("content", "")))
-        click.echo(ended("the model", rollout, right) + f" (--seed {seed} plays the same task again)")
+        click.echo(ended("the model", rollout, right) + f" (--seed {seed} plays the same task again, "
+                   "another seed another one)")
 
 
 def against(played: Play, recipe: str) -> Play:

@@ -91,8 +91,8 @@ def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
     plain = SAME.get(plain, card_of(name) or plain)
     if plain not in CARDS:
         close = difflib.get_close_matches(plain, [*CARDS, *SAME], n=3)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise ValueError(f"no card {name!r}; {hint}Known are {', '.join(CARDS)}, and sizes such as 16GiB")
+        hint = f"; did you mean {' or '.join(close)}?" if close else "."
+        raise ValueError(f"no card {name!r}{hint} Known are {', '.join(CARDS)}, and sizes such as 16GiB")
     total = CARDS[plain] * MIB
     return Device(plain, total, int(total * (share or DEFAULT_SHARE)))
 

@@ -318,8 +318,8 @@ def named_config(name: str | Path) -> dict[str, Any]:
     short = shape_name(name)
     if short is None:
         close = difflib.get_close_matches(plain_name(name), named_shapes(), n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise ValueError(f"no model {name!r}; {hint}Give one of {', '.join(named_shapes())}, or a folder with a "
+        hint = f"; did you mean {' or '.join(close)}?" if close else "."
+        raise ValueError(f"no model {name!r}{hint} Give one of {', '.join(named_shapes())}, or a folder with a "
                          "config.json")
     return json.loads((SHAPES / f"{short}.json").read_text())
 

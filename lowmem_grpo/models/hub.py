@@ -179,7 +179,10 @@ def answer(ask: Callable[[], Any]) -> None:
         except Exception as error:  # noqa: BLE001  (the other thread raises it)
             answers.put(error)
 
-    Thread(target=work, daemon=True).start()
+    if constants.is_offline_mode():
+        work()  # refuses at once, or says that the name is none
+    else:
+        Thread(target=work, daemon=True).start()
     try:
         error = answers.get(timeout=patience())
     except Empty:

@@ -62,6 +62,11 @@ def recorded_by(adapter: Path | None, recipe: str) -> dict[str, Any]:
     return {} if adapter is None else summary_of(adapter.absolute().parent, recipe)
 
 
+def seed_in(run: Mapping[str, Any]) -> int:
+    """Return the seed of a run, given its summary; 0 if the summary has none."""
+    return run["seed"] if isinstance(run.get("seed"), int) else 0
+
+
 def exam_as_trained(recipe: str, model: str, run: Mapping[str, Any], words: Sequence[str]) -> tuple[Exam, str]:
     """Return the exam of a recipe with the options and the episodes of a run, given its summary, and with `words`
     (key=value) in place of the run's; and what the run decided, in words. ValueError for options that do not fit."""

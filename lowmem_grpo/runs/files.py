@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -175,6 +175,19 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically: to a temporary file, fsynced and then renamed. After an error the file is as before."""
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        aside.write_text(text, "utf-8")
+        flush(aside)
+        move(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
 @contextmanager
 def removed_after(temp: Path) -> Iterator[None]:
     """Remove `temp` before the block (an earlier process may have left it) and after it, also on errors."""
@@ -242,7 +255,7 @@ def write_card(folder: Path, text: str) -> None:
     path = folder / CARD
     folder.mkdir(parents=True, exist_ok=True)
     if has_own_card(folder):
-        path.write_text(f"{text}\n<!-- lowmem-grpo {digest(text)} -->\n", "utf-8")
+        write_whole(path, f"{text}\n<!-- lowmem-grpo {digest(text)} -->\n")
     else:
         logger.warning("%s was written or changed by somebody and stays; delete it to have a new one", path)
 

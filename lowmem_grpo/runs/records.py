@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowmem_grpo.runs.files import flush, free_bytes, move, refused
+from lowmem_grpo.runs.files import flush, free_bytes, move, refused, write_whole
 from lowmem_grpo.runs.trajectory import content_text, episode_fields
 
 if TYPE_CHECKING:
@@ -308,14 +308,10 @@ def finite(value: Any) -> Any:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: to a temporary file, fsynced and then renamed. RecordError if the disk refuses."""
-    aside, free = path.with_name(f".{path.name}.tmp"), free_bytes(path)
+    """Write a file as `write_whole` does, and make its folder. RecordError if the disk refuses."""
+    free = free_bytes(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(text, "utf-8")
-        flush(aside)
-        move(aside, path)
+        write_whole(path, text)
     except OSError as error:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
         raise unwritten(path, len(text.encode()), free, error) from error

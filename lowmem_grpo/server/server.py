@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -18,7 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lowmem_grpo.server.requests import CLOSED, NO_RETRY, ChatError, Limits
+from lowmem_grpo.server.requests import CLOSED, NO_RETRY, ChatError, Limits, shown
 
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")  # others are refused, so that no web page reaches the server by DNS rebinding
@@ -125,6 +126,12 @@ def make_server_app(
     @app.exception_handler(ChatError)
     async def refuse(request: Request, error: ChatError) -> Response:
         return as_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def name_parameter(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        words = f"{first['loc'][-1]} is {shown(first['input'])}; {first['msg'].replace('Input should', 'it must')}"
+        return as_response(ChatError(400, words, str(first["loc"][-1]), "invalid"))
 
     @app.exception_handler(HTTPException)
     async def name_routes(request: Request, error: HTTPException) -> Response:

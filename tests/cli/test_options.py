@@ -184,6 +184,8 @@ WRONG = {  # command line: words of the refusal
     "watch missing": "'missing' does not exist", "watch empty --key-file empty": "is a directory",
     "jobs --server broken.jsonl": "does not say where a server is", "submit arithmetic --share 7": "share is 7.0",
     "plan --model nobody/nothing --gpu t4": "From the hub: no model 'nobody/nothing': it is not in the cache",
+    "plan --model runs/nope --gpu t4": "no model 'runs/nope'. Give one of gemma-4-e4b",
+    "plan --model tiny --gpu zzz": "no card 'zzz'. Known are",
     "plan --model lama-3.1-8b --gpu t4": "did you mean llama-3.1-8b", "plan --model tiny": "Missing option '--gpu'",
     "plan --model tiny --gpu t4 --modules-to-save wte": "it must be some of embed_tokens and lm_head",
     "plan --model tiny --gpu 4900": "no card '4900'; did you mean",

@@ -2,11 +2,12 @@
 what cannot be played is refused at once."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
-from recipe_runs import invoke
+from recipe_runs import invoke, run_well
 
 from lowmem_grpo.cli.playing import say
 from lowmem_grpo.trainer.play import typed_calls
@@ -27,6 +28,14 @@ def test_an_episode_is_shown_turn_by_turn_and_the_same_seed_plays_it_again() -> 
     found = json.loads(generate("--recipe", "guess", "--seed", 3, "--json").stdout)
     said = [line.removeprefix("model: ") for line in lines if line.startswith("model: ")]
     assert [turn["text"] for turn in found["turns"]] == said and found["seed"] == 3
+
+
+def test_without_a_seed_the_task_and_its_episode_are_those_of_the_run_or_the_first_at_each_call(tmp_path: Path) -> None:
+    first, again = (json.loads(generate("--recipe", "guess", "--json").stdout) for _ in range(2))
+    said = [[turn["text"] for turn in episode["turns"]] for episode in (first, again)]
+    assert said[0] == said[1] and first["seed"] == again["seed"] == 0
+    run_well("guess", tmp_path, "seed=5")
+    assert json.loads(generate("--recipe", "guess", "--adapter", tmp_path, "--json").stdout)["seed"] == 5
 
 
 def test_a_person_plays_the_same_task_before_the_model_with_its_tools() -> None:

@@ -84,6 +84,16 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_refused_in_one_line(port
     assert "HF_HUB_OFFLINE allows no download" in said and calls == 0
 
 
+def test_a_hub_that_may_not_be_asked_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "Thread", lambda **_: pytest.fail("a thread was started, and waited for"))
+    for find in (hub.find_model, hub.find_dataset):
+        with pytest.raises(OSError, match="HF_HUB_OFFLINE allows no download"):
+            find(NAME)
+        with pytest.raises((OSError, ValueError), match="no name on the hub"):
+            find("a/b/c")
+
+
 def test_what_is_in_the_cache_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "models--someone--cached"
     (cache / "refs").mkdir(parents=True)

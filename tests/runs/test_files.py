@@ -186,3 +186,11 @@ def test_the_free_space_that_a_file_system_does_say_is_believed(monkeypatch: pyt
     usage = SimpleNamespace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert files.free_bytes(Path()) == 0
+
+
+def test_an_interrupted_card_leaves_the_earlier_one(tmp_path: Path) -> None:
+    files.write_card(tmp_path, "first")
+    before = (tmp_path / files.CARD).read_text()
+    with pytest.raises(UnicodeEncodeError):
+        files.write_card(tmp_path, "second, and a character that no file can have: \ud800")
+    assert (tmp_path / files.CARD).read_text() == before and [*tmp_path.iterdir()] == [tmp_path / files.CARD]

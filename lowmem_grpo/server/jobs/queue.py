@@ -21,6 +21,7 @@ OURS = ("output_dir", "resume", "card_share", "overwrite_output_dir")  # options
 MOST_BYTES = 64 * 1024  # a job's options: Linux takes no word of 128 KiB in a command
 NO_COMMAND = re.compile("[\0\ud800-\udfff\ufffd]")  # U+FFFD stands for a surrogate of an older version
 MOST_WAITING = 1000  # jobs of a user
+MOST_OVER = 1000  # jobs of a user that are over and known: those that ended last
 LONGEST = 1e9  # the longest time limit, in seconds
 TABLE = """CREATE TABLE IF NOT EXISTS jobs (
     id INTEGER PRIMARY KEY AUTOINCREMENT, recipe TEXT NOT NULL, options TEXT NOT NULL, owner TEXT NOT NULL,
@@ -160,7 +161,13 @@ class JobQueue:
         return self.change(job, state=RUNNING, why="", goes=job.goes + 1, began=time.time(), ended=None)
 
     def end_job(self, job: Job, state: str, why: str, exit_code: int | None = None) -> Job:
-        return self.change(job, state=state, why=why, exit_code=exit_code, ended=time.time())
+        """Record the end of a job, and forget its owner's that ended first. Their folders stay."""
+        ended = self.change(job, state=state, why=why, exit_code=exit_code, ended=time.time())
+        self.database.change(
+            f"DELETE FROM jobs WHERE id IN (SELECT id FROM jobs WHERE owner = ? AND state IN "
+            f"({', '.join('?' * len(OVER))}) ORDER BY ended DESC, id DESC LIMIT -1 OFFSET ?)",
+            (job.owner, *OVER, MOST_OVER))
+        return ended
 
     def change(self, job: Job, **values: Any) -> Job:
         """Update a job unless its state in the database has changed since `job` was read. Return the current job."""

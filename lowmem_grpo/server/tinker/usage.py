@@ -22,6 +22,7 @@ from lowmem_grpo.utils import MIB, size_text
 SMALL = 16 * 1024  # bytes of a step or a save, accepted even at the limit of bodies, because it may free them
 TABLE = "CREATE TABLE IF NOT EXISTS tinker_gone (id TEXT PRIMARY KEY, owner TEXT NOT NULL)"
 UNLOAD = "unload_model"
+MOST_GONE = 4096  # unloaded models of a user that are known: the newest
 ANSWERS = 64 * MIB  # bytes of answers that are kept whatever the limit of storage
 GONE = 3600.0  # seconds without a heartbeat or request, after which a client's models may be unloaded
 GAP = 60.0  # seconds without a request of a model, after which one that is missing is given up
@@ -171,6 +172,8 @@ class Runs:
         between = (f"{model.id}:sample:", f"{model.id}:sample;")  # the ids of its snapshots
         with self.database.write() as connection:
             connection.execute("INSERT OR IGNORE INTO tinker_gone VALUES (?, ?)", (model.id, model.owner))
+            connection.execute("DELETE FROM tinker_gone WHERE rowid IN (SELECT rowid FROM tinker_gone WHERE owner = ? "
+                               "ORDER BY rowid DESC LIMIT -1 OFFSET ?)", (model.owner, MOST_GONE))
             connection.execute("DELETE FROM tinker_samplers WHERE id >= ? AND id < ?", between)
             for table, column in (("tinker_promises", "model"), ("tinker_times", "model"),
                                   ("tinker_starts", "model"), ("tinker_models", "id")):

@@ -113,6 +113,28 @@ def test_options_of_a_second_start_are_checked_too(client: TestClient, queue: Jo
 
 
 @pytest.mark.parametrize("path", ["", "/log", "/cancel", "/resume"])
+def test_a_number_that_is_none_gets_an_error_as_others_do(path: str, client: TestClient) -> None:
+    found = (client.post if path in ("/cancel", "/resume") else client.get)(f"/jobs/{'ten' * 99}{path}")
+    assert found.status_code == 400 and found.json()["error"]["param"] == "number"
+    assert message(found).startswith("number is 'tententen") and "...; it must be a valid integer" in message(found)
+
+
+def test_of_jobs_that_are_over_those_that_ended_last_are_kept_for_each_user(
+    queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.server.jobs.queue.MOST_OVER", 2)
+    for owner in ["me"] * 6 + ["them"]:
+        queue.submit(JobRequest("arithmetic"), owner)
+    queue.start_job(queue.one(2))
+    for number in (7, 1, 3, 4):
+        queue.cancel(number)
+    assert [job.id for job in queue.all()] == [7, 6, 5, 4, 3, 2]  # 2 runs, 5 and 6 wait, 7 is another user's
+    queue.cancel(queue.resume(3, []).id)
+    queue.cancel(6)
+    assert [job.id for job in queue.all("me")] == [6, 5, 3, 2]  # 4 ended before 3 did
+
+
+@pytest.mark.parametrize("path", ["", "/log", "/cancel", "/resume"])
 def test_anothers_job_is_as_one_that_is_not_there(path: str, client: TestClient) -> None:
     client.post("/jobs", json={"recipe": "arithmetic"}, headers=holding("them"))
     send = client.post if path in ("/cancel", "/resume") else client.get

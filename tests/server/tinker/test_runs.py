@@ -52,6 +52,16 @@ def test_an_unloaded_model_leaves_nothing_but_what_was_saved_under_a_name(server
     assert again["type"] == "load_weights"
 
 
+def test_of_unloaded_models_the_newest_of_each_user_are_known(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "MOST_GONE", 1)
+    models = [(server.create(key=key), key) for key in (OTHER, OWNER, OWNER)]
+    for _ in range(2):  # a second call is about a model that is gone
+        told = [server.post("unload_model", {"model_id": model}, key).status_code for model, key in models]
+    assert told == [200, 404, 200]
+
+
 def test_a_model_that_is_unloaded_while_it_works_is_gone_after_it(server: Server, tmp_path: Path) -> None:
     model = server.trained()
     asked = [server.forward_backward(model, 3, 3), server.optim_step(model, 4), server.optim_step(model, 5)]
