@@ -98,7 +98,7 @@ def class_of(tree: ast.Module, written: dict[str, tuple[str, str]], config_class
 
 
 def ranges_of(tree: ast.Module) -> dict[str, Rule]:
-    found = {}
+    found: dict[str, Rule] = {}
     for home, owner in classes_of(tree, named(tree, "OPTIONS")):
         for node in owner.body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RANGES":
@@ -110,13 +110,16 @@ def ranges_of(tree: ast.Module) -> dict[str, Rule]:
 
 def rule_of(home: ast.Module, node: ast.expr) -> Rule | None:
     """Return a rule that is a name of utils.py, or a call of such a name with literals; None for others."""
-    ours = {name.name for each in home.body if isinstance(each, ast.ImportFrom) and each.module == utils.__name__
-            for name in each.names}
-    name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
-    if name not in ours or not isinstance(node, ast.Call):
-        return vars(utils)[name] if name in ours else None
+    ours = {name.name: vars(utils).get(name.name) for each in home.body
+            if isinstance(each, ast.ImportFrom) and each.module == utils.__name__ for name in each.names}
+    rule: Any = ours.get(ast.unparse(node.func if isinstance(node, ast.Call) else node))
+    if rule is None or not isinstance(node, ast.Call):
+        return rule
     values = [value for each in node.args for value in values_of(home, each)]
-    return None if None in values else vars(utils)[name](*values)
+    try:
+        return None if None in values else rule(*values)
+    except TypeError:  # the file calls it wrongly, and says so when it is run
+        return None
 
 
 def values_of(home: ast.Module, node: ast.expr) -> list[Any]:
