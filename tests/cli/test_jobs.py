@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 from programs import JOB, until
+from terminal import Terminal
+
+from lowmem_grpo.__main__ import main
+from lowmem_grpo.server.jobs.keeper import LOG
 
 pytest.importorskip("uvicorn", reason="a server needs the extra [serve]")
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="a server needs the locks of Linux and macOS")
@@ -84,13 +88,20 @@ def test_a_server_without_a_model_does_not_load_torch(served: Served) -> None:
     assert "python" in loaded and "libtorch" not in loaded
 
 
-def test_a_job_runs_and_its_log_is_followed_to_its_end(served: Served) -> None:
+def test_a_job_runs_and_its_log_is_followed_to_its_end_and_does_not_steer_the_terminal(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert served.said[0].startswith("serving at http://127.0.0.1:") and served.said[1].startswith("key tml-")
     number = served("submit", "small.py").stdout.split()[1].rstrip(":")
     followed = served("logs", "-f", number)
     assert (followed.returncode, followed.stdout.splitlines()[1:]) == (0, ["began, resume=False, share=1"])
     assert f"job {number} is done" in followed.stderr
     assert "small.py" in served("jobs").stdout
+    (served.home / "jobs" / number / LOG).write_bytes(b"\x1b]0;owned\x07good\rbad")
+    for tty in (True, False):
+        monkeypatch.setattr(sys, "stdout", shown := Terminal(tty=tty))
+        main(["logs", number, "--server", str(served.home)], standalone_mode=False)
+        assert shown.shown == ("\ufffd]0;owned\ufffdgood\nbad" if tty else "\x1b]0;owned\x07good\rbad")
 
 
 @pytest.mark.parametrize(("words", "said"), [

@@ -2,13 +2,16 @@
 what cannot be played is refused at once."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
 from recipe_runs import invoke, run_well
+from terminal import Terminal
 
+from lowmem_grpo.cli.generate import say as say_part
 from lowmem_grpo.cli.playing import say
 from lowmem_grpo.trainer.play import typed_calls
 from lowmem_grpo.types import ToolCall
@@ -77,6 +80,10 @@ def test_calls_that_a_person_types_are_read_line_by_line() -> None:
     assert typed_calls("the answer is f(x) of 3") == []
 
 
-def test_what_a_model_says_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    say("the model", "\x1b]0;owned\x07")
-    assert "owned" in (shown := capsys.readouterr().out) and "\x1b]" not in shown
+def test_what_a_model_says_does_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tty in (True, False):
+        monkeypatch.setattr(sys, "stdout", shown := Terminal(tty=tty))
+        say("the model", "\x1b]0;owned\x07")
+        assert "owned" in shown.shown and "\x1b]" not in shown.shown
+        say_part("\x1b]0;more\x07")
+        assert "more" in shown.shown and ("\x1b]" in shown.shown) is not tty  # a file gets what was sampled

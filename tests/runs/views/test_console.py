@@ -1,6 +1,5 @@
 """Views print any text in any encoding of the terminal."""
 
-import io
 import logging
 import sys
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from terminal import Terminal
 
 from lowmem_grpo.config.grpo import GRPOConfig
 from lowmem_grpo.runs.adapter_file import read_adapter
@@ -26,24 +26,6 @@ from lowmem_grpo.utils import UNSAFE, check_value
 
 ENCODINGS = ["ascii", "cp1252", "cp932", "latin-1", "utf-8"]
 TEXT = "é あ 你 ✓ ▁█"
-
-
-class Terminal(io.TextIOWrapper):
-    """Standard output of an encoding, as a terminal or a pipe."""
-
-    def __init__(self, encoding: str, tty: bool) -> None:
-        super().__init__(io.BytesIO(), encoding=encoding, write_through=True)
-        self.tty = tty
-
-    def isatty(self) -> bool:
-        return self.tty
-
-    @property
-    def shown(self) -> str:
-        content = self.buffer.getvalue()  # type: ignore[attr-defined]
-        return str(content.decode(self.encoding))
-
-
 PARAGRAPH = "other programs keep the cores busy, and " * 4 + "/a/path/that/is/longer/than/the/width/of/a/terminal/" * 2
 
 
