@@ -97,14 +97,17 @@ class JobQueue:
 
     def submit(self, asked: JobRequest, owner: str) -> Job:
         """Put a job into the queue. ValueError if too many of its owner's wait."""
-        if sum(job.owner == owner for job in self.waiting()) >= MOST_WAITING:
-            raise ValueError(f"{MOST_WAITING} of your jobs wait already; submit more when some of them have begun")
+        self.check_waiting(owner)
         row = vars(asked) | {"options": json.dumps(asked.options), "owner": owner, "state": WAITING, "why": NOT_YET,
                              "goes": 0, "resume": 0, "came": time.time()}
         with self.database.write() as connection:
             made = connection.execute(f"INSERT INTO jobs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
                                       tuple(row.values()))
         return self.one(int(made.lastrowid or 0))
+
+    def check_waiting(self, owner: str) -> None:
+        if sum(job.owner == owner for job in self.waiting()) >= MOST_WAITING:
+            raise ValueError(f"{MOST_WAITING} of your jobs wait already; submit more when some of them have begun")
 
     def one(self, number: int, owner: str | None = None) -> Job:
         """Return a job by its number. LookupError if there is none, or if it is not `owner`'s (None: any user's)."""
@@ -148,11 +151,13 @@ class JobQueue:
             return self.end_job(job, STOPPED if job.goes else CANCELLED, "taken back before it began")
 
     def resume(self, number: int, options: list[str]) -> Job:
-        """Requeue a job to resume from its last checkpoint with more options. ValueError if the job is not over."""
+        """Requeue a job to resume from its last checkpoint with more options. ValueError if the job is not over, or
+        if too many of its owner's wait."""
         with self.database.lock:
             job = self.one(number)
             if job.state not in OVER:
                 raise ValueError(f"job {number} is {job.state}; only one that is {', '.join(OVER)} can be resumed")
+            self.check_waiting(job.owner)
             return self.change(job, state=WAITING, why=NOT_YET, resume=job.goes > 0, ended=None, exit_code=None,
                                peak_bytes=None, options=json.dumps(job.options + options))
 

@@ -101,6 +101,7 @@ def test_a_users_jobs_that_wait_are_bounded_and_others_may_submit(
     queue.submit(JobRequest("arithmetic"), "another")
     assert [client.post("/jobs", json={"recipe": "arithmetic"}).status_code for _ in range(3)] == [200, 200, 400]
     assert client.post("/jobs/2/cancel").status_code == client.post("/jobs", json={"recipe": "arithmetic"}).status_code
+    assert "2 of your jobs wait already" in message(client.post("/jobs/2/resume", json={}))
 
 
 def test_options_of_a_second_start_are_checked_too(client: TestClient, queue: JobQueue) -> None:
@@ -109,6 +110,9 @@ def test_options_of_a_second_start_are_checked_too(client: TestClient, queue: Jo
     assert "did you mean" in message(client.post("/jobs/1/resume", json={"options": ["max_stepz=1"]}))
     assert "options is 'x'" in message(client.post("/jobs/1/resume", json={"options": "x"}))
     assert "sets output_dir" in message(client.post("/jobs/1/resume", json={"options": ["output_dir=x"]}))
+    long = ["x=" + "y" * 40_000]
+    queue.end_job(queue.start_job(queue.submit(JobRequest("arithmetic", long), "me")), DONE, "", 0)
+    assert "options have 80,006 bytes" in message(client.post("/jobs/2/resume", json={"options": long}))
     assert queue.one(1).state == DONE
 
 
