@@ -33,7 +33,7 @@ PARTS = {"sampling": ("generate",), "training": ("train", "optimizer")}  # a pha
 
 def of_its_day(row: dict[str, Any], wide: bool) -> AbstractContextManager[None]:
     """Return a context in which the plan counts what the code of a row launched; `wide` if it sampled in 16 bits."""
-    before = THEN | {"LAUNCHES_DECODE": time_plan.LAUNCHES_DECODE | ({"vllm": 22} if wide else {})}
+    before = THEN | {"LAUNCHES_DECODE": {"transformers": 18, "vllm": 22 if wide else time_plan.LAUNCHES_DECODE["vllm"]}}
     return patch.multiple(time_plan, **(before if row["date"] < CHANGED else {}))
 
 

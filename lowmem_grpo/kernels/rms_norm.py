@@ -222,14 +222,15 @@ rms_norm_bwd = custom_op(
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """Maps rows (N, D) to (y, residual + x or None)."""
+    """Maps rows (N, D) to (y, h), with h = residual + x, or x itself."""
     @staticmethod
     def forward(ctx, x, weight, residual, eps, offset, round_once):
         y, total, rstd = rms_norm_fwd(x, weight, residual, eps, offset, round_once)
-        ctx.save_for_backward(x if residual is None else total, weight, rstd)
+        h = x if residual is None else total
+        ctx.save_for_backward(h, weight, rstd)
         ctx.offset, ctx.has_residual = offset, residual is not None
         ctx.set_materialize_grads(False)
-        return y, total if ctx.has_residual else None
+        return y, h
 
     @staticmethod
     @once_differentiable
@@ -244,10 +245,12 @@ class RMSNormFunction(torch.autograd.Function):
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, offset: float = 0.0,
-    round_once: bool = False,
+    round_once: bool = False, with_sum: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return x / rms(x) * (offset + weight) over the last dimension; with `residual` the pair (y, residual + x).
+    """Return y = x / rms(x) * (offset + weight) over the last dimension; with `residual` the pair (y, residual + x).
 
+    With `with_sum` and no residual, the pair is (y, x). Who uses that x gets its gradient added by the norm's own
+    backward pass, in its one launch.
     x and residual (..., D), D at most 65,536, share shape and dtype; weight (D,). With `residual`, residual + x is
     normalised. As in transformers, with offset 0 and without `round_once` x / rms(x) is rounded before the product, and
     a float32 weight makes y float32. Otherwise only y is rounded, to x's dtype.
@@ -255,10 +258,11 @@ def rms_norm(
     check_numbers(eps=eps, offset=offset)
     check_arguments(x, weight, residual)
     if x.numel() == 0 or (x.device.type == "cpu" and not torch.is_grad_enabled()):
-        return rms_norm_ref(x, weight, eps, residual=residual, offset=offset, round_once=round_once)
+        found = rms_norm_ref(x, weight, eps, residual=residual, offset=offset, round_once=round_once)
+        return (found, x) if with_sum and isinstance(found, Tensor) else found
     residual_rows = None if residual is None else residual.reshape(-1, x.shape[-1])
     y, total = RMSNormFunction.apply(x.reshape(-1, x.shape[-1]), weight, residual_rows, eps, offset, round_once)
-    return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
+    return (y.view(x.shape), total.view(x.shape)) if with_sum or residual is not None else y.view(x.shape)
 
 
 def check_arguments(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:

@@ -73,6 +73,7 @@ class Family:
     attention: Attention
     mlp: MLP
     norm: Norm
+    layer: str = ""  # transformers' class of layers that are norm, attention, sum, norm, MLP, sum; "" for others
     norms: int = 2  # norms of the hidden size in a layer
     unlike_layers: bool = False  # head sizes, windows and keys differ between layers: see layer_forms.py
     buffers: tuple[str, ...] = ()  # tensors of a layer in the checkpoint that are not parameters
@@ -89,9 +90,10 @@ IM, GEMMA, INST = ("<|im_start|>", "<|im_end|>"), ("<start_of_turn>", "<end_of_t
 TAKE = "take a model of a family that trains here (docs/families.md)"
 
 
-def decoder(name: str, prefix: str, **others: Any) -> Family:
+def decoder(name: str, prefix: str, pre_norm: bool = False, **others: Any) -> Family:
     """Return a Llama-like family whose classes share a prefix; `others` are the fields that differ."""
-    parts: dict[str, Any] = {"attention": Attention(f"{prefix}Attention"), "mlp": MLP(f"{prefix}MLP"),
+    parts: dict[str, Any] = {"layer": f"{prefix}DecoderLayer" * pre_norm, "mlp": MLP(f"{prefix}MLP"),
+                             "attention": Attention(f"{prefix}Attention"),
                              "norm": Norm(f"{prefix}RMSNorm"), "vllm": f"{prefix}ForCausalLM"}
     return Family(name, **(parts | others))
 
@@ -103,21 +105,23 @@ def refused(name: str, attention: str) -> Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": decoder("Llama", "Llama", turns=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
-    "mistral": decoder("Mistral", "Mistral", turns=INST,
+    "llama": decoder("Llama", "Llama", pre_norm=True, turns=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    "mistral": decoder("Mistral", "Mistral", pre_norm=True, turns=INST,
                        attention=Attention("MistralAttention", window="config")),
-    "qwen2": decoder("Qwen2, Qwen2.5", "Qwen2", turns=IM,
+    "qwen2": decoder("Qwen2, Qwen2.5", "Qwen2", pre_norm=True, turns=IM,
                      attention=Attention("Qwen2Attention", window="layers", bias=True)),
-    "qwen3": decoder("Qwen3", "Qwen3", turns=IM, attention=Attention("Qwen3Attention", norm="heads", window="layers")),
-    "qwen2_5_vl_text": decoder("Qwen2.5-VL", "Qwen2_5_VL", vllm=None, vision=True, turns=IM, mlp=MLP("Qwen2MLP"),
+    "qwen3": decoder("Qwen3", "Qwen3", pre_norm=True, turns=IM,
+                     attention=Attention("Qwen3Attention", norm="heads", window="layers")),
+    "qwen2_5_vl_text": decoder("Qwen2.5-VL", "Qwen2_5_VL", pre_norm=True, vllm=None, vision=True, turns=IM,
+                               mlp=MLP("Qwen2MLP"),
                                attention=Attention("Qwen2_5_VLAttention", window="layers", bias=True)),
-    "qwen3_vl_text": decoder("Qwen3-VL", "Qwen3VLText", vllm=None, vision=True, turns=IM, attention=Attention(
-        "Qwen3VLTextAttention", norm="heads")),
+    "qwen3_vl_text": decoder("Qwen3-VL", "Qwen3VLText", pre_norm=True, vllm=None, vision=True, turns=IM,
+                             attention=Attention("Qwen3VLTextAttention", norm="heads")),
     "gemma3_text": decoder("Gemma 3 (text)", "Gemma3", norms=4, turns=GEMMA, norm=Norm("Gemma3RMSNorm", "eps", 1.0),
                            attention=Attention("Gemma3Attention", norm="heads", window="layers")),
     "phi3": decoder("Phi-3, Phi-4", "Phi3", turns=("<|end|>", *IM), mlp=MLP("Phi3MLP", FUSED_GATE_UP),
                     attention=Attention("Phi3Attention", FUSED, window="config")),
-    "smollm3": decoder("SmolLM3", "SmolLM3", vllm=None, turns=IM,
+    "smollm3": decoder("SmolLM3", "SmolLM3", pre_norm=True, vllm=None, turns=IM,
                        attention=Attention("SmolLM3Attention", turns="use_rope", window="layers")),
     "olmo2": decoder("OLMo 2", "Olmo2", vllm=None, norm=Norm("Olmo2RMSNorm", round_once=True),
                      attention=Attention("Olmo2Attention", norm="whole")),
@@ -126,7 +130,7 @@ FAMILIES: dict[str, Family] = {
     "granite": decoder("Granite 3, 4 (dense)", "Granite", turns=("<|start_of_role|>", "<|end_of_role|>")),
     "glm4": decoder("GLM-4", "Glm4", norms=4, turns=("<|user|>", "<|assistant|>"), mlp=MLP("Glm4MLP", FUSED_GATE_UP),
                     attention=Attention("Glm4Attention", position="pairs", turned=0.5)),
-    "ministral3": decoder("Ministral 3", "Ministral3", turns=INST, attention=Attention(
+    "ministral3": decoder("Ministral 3", "Ministral3", pre_norm=True, turns=INST, attention=Attention(
         "Ministral3Attention", stretched=True, window="config")),
     "gemma4_text": decoder(
         "Gemma 4 (text)", "Gemma4", norms=4, turns=("<|turn>", "<turn|>"), unlike_layers=True,
@@ -136,7 +140,8 @@ FAMILIES: dict[str, Family] = {
         "Qwen3.5, Qwen3.6, Qwen3.8 (dense, text)", "Qwen3_5", norm=Norm("Qwen3_5RMSNorm", "eps", 1.0),
         attention=Attention("Qwen3_5Attention", norm="heads", turned=0.25, gated=True, lean=False),
         delta_net="Qwen3_5GatedDeltaNet", only_bfloat16=True, turns=IM),
-    "qwen3_moe": decoder("Qwen3-MoE", "Qwen3Moe", turns=IM, experts=ExpertBlock("Qwen3MoeSparseMoeBlock"),
+    "qwen3_moe": decoder("Qwen3-MoE", "Qwen3Moe", pre_norm=True, turns=IM,
+                         experts=ExpertBlock("Qwen3MoeSparseMoeBlock"),
                          attention=Attention("Qwen3MoeAttention", norm="heads", window="config")),
     "exaone4": decoder("EXAONE 4", "Exaone4", attention=Attention(
         "Exaone4Attention", norm="heads", window="layers", lean=False)),

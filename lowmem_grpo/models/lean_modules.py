@@ -1,16 +1,17 @@
-"""MLPs, norms and attention of known model families on our kernels, with the same parameters under the same names.
+"""Layers, MLPs, norms and attention of known families on our kernels, with the same parameters and names.
 
 Each of our modules replaces transformers' own and has the same children; unknown modules stay. Attention computes q, k
 and v in one autograd node and RoPE in one launch.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lowmem_grpo.kernels.glu import activate_ref
 from lowmem_grpo.kernels.lora_mlp import lora_mlp
@@ -25,6 +26,7 @@ MLP_TILE = 4096  # tokens of a tile: enough to fill a GPU's tensor cores
 MLPS = {row.mlp.kind: row.mlp for row in FAMILIES.values() if row.mlp.lean}
 NORMS = {row.norm.kind: row.norm for row in FAMILIES.values() if row.norm.lean}
 ATTENTIONS = {row.attention.kind: row.attention for row in FAMILIES.values() if row.attention.lean}
+LAYERS = {row.layer for row in FAMILIES.values() if row.layer}
 NAMES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' to ours
 
 
@@ -169,6 +171,29 @@ class LeanMLP(nn.Module):
         )
 
 
+class LeanLayer(GradientCheckpointingLayer):
+    """A decoder layer that takes over the children of `layer`. Each norm also adds: in forward the residual, and in
+    backward the gradients of its input, which would take launches of their own. Make it with `lean_layer`."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        nn.Module.__init__(self)  # transformers' class would make children of its own
+        take_place(self, layer)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Map hidden states (B, T, D) to those of the next layer."""
+        x, residual = self.get_submodule("input_layernorm")(hidden_states, with_sum=True)
+        attended, _ = self.get_submodule("self_attn")(hidden_states=x, **kwargs)
+        x, residual = self.get_submodule("post_attention_layernorm")(attended, residual, with_sum=True)
+        result: Tensor = residual + self.get_submodule("mlp")(x)
+        return result
+
+
+@cache
+def lean_layer(kind: Any) -> Any:
+    """Return our layer as a subclass of transformers' `kind`, by which hidden states are recorded."""
+    return type(f"Lean{kind.__name__}", (LeanLayer, kind), {})
+
+
 class LeanRMSNorm(nn.Module):
     """The norm x / rms(x) * (offset + weight), with the weight of transformers' module."""
 
@@ -176,10 +201,12 @@ class LeanRMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps, self.form = weight, eps, form
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = rms_norm(x, self.weight, self.eps, offset=self.form.offset, round_once=self.form.round_once)
-        assert isinstance(y, Tensor)
-        return y
+    def forward(self, x: Tensor, residual: Tensor | None = None, with_sum: bool = False) -> Any:
+        """Return the norm y of h = x, or residual + x; with `with_sum`, the pair (y, h)."""
+        if residual is not None and residual.dtype != x.dtype:  # in mixed precision
+            x, residual = residual + x, None
+        return rms_norm(x, self.weight, self.eps, residual=residual, offset=self.form.offset,
+                        round_once=self.form.round_once, with_sum=with_sum)
 
 
 def make_lean(model: Any, tile_rows: int | None) -> None:
@@ -194,6 +221,11 @@ def make_lean(model: Any, tile_rows: int | None) -> None:
             norm = LeanRMSNorm(module.weight, getattr(module, NORMS[kind].eps), NORMS[kind])
             norm.training = module.training
             model.set_submodule(path, norm)
+        elif kind in LAYERS:  # its children follow
+            theirs: Any = type(module)
+            layer = lean_layer(theirs)(module)
+            layer.training = module.training
+            model.set_submodule(path, layer)
         elif kind in ATTENTIONS:
             model.set_submodule(path, LeanAttention(module, ATTENTIONS[kind]))
         elif kind in MLPS and activation is not None:

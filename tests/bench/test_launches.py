@@ -2,25 +2,42 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 from programs import ROOT, ran
+from small_models import TINY, random_model
 from tables import every_row
+from transformers import AutoTokenizer
 
 from bench import launches
 from lowmem_grpo.memory import time_plan
 
-TRAINING, KEPT, LENT, DECODE = 86, 62, 50, 16  # at most
+TRAINING, KEPT, LENT, DECODE = 82, 59, 47, 16  # at most, of the embedded model
 
 
 @pytest.mark.slow
-def test_a_layer_makes_few_launches_of_which_the_time_plan_counts_no_fewer_and_only_json_is_printed() -> None:
+def test_a_layer_of_a_published_models_form_makes_45_launches_and_those_that_the_time_plan_counts(
+    tmp_path: Path
+) -> None:
+    """With q, k and v that end at blocks of the double quantization."""
+    random_model("Llama", hidden_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+                 intermediate_size=1024, num_hidden_layers=3).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path)
+    forward, backward = (counts.total() for counts in launches.layer_launches(name=str(tmp_path)).values())
+    kept, lent = (sum(counts.total() for counts in launches.layer_launches(False, held, str(tmp_path)).values())
+                  for held in (False, True))
+    assert (forward, backward) == (time_plan.LAUNCHES_FORWARD, time_plan.LAUNCHES_BACKWARD)
+    assert forward + backward - kept == time_plan.LAUNCHES_AGAIN and lent <= 45
+    assert kept - lent == 2 * time_plan.LAUNCHES_DEQUANTIZE
+
+
+@pytest.mark.slow
+def test_a_layer_makes_few_launches_and_only_json_is_printed() -> None:
     printed = ran("launches", "--json").stdout
     found = json.loads(printed)
     assert printed.strip() == json.dumps(found) and found["host_us_per_op"] > 0
-    for name, most in (("forward", time_plan.LAUNCHES_FORWARD), ("backward", time_plan.LAUNCHES_BACKWARD),
-                       ("decode", time_plan.LAUNCHES_DECODE["vllm"])):
-        assert found[f"launches_{name}"] <= most, f"raise LAUNCHES_{name.upper()} in lowmem_grpo/memory/time_plan.py"
+    assert found["launches_decode"] <= time_plan.LAUNCHES_DECODE["vllm"], "raise LAUNCHES_DECODE in time_plan.py"
     assert 20 < found["launches_forward"] < found["launches_backward"]
     assert found["launches_layer"] == found["launches_forward"] + found["launches_backward"] <= TRAINING
     assert found["launches_kept"] <= KEPT and found["launches_lent"] <= LENT

@@ -1,6 +1,7 @@
 """rms_norm against float64 truth, against the modules of transformers that it replaces, and the memory it takes."""
 
 import importlib
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -148,6 +149,35 @@ def test_the_kernel_rounds_in_the_order_of_transformers(device: str, dtype: torc
         same = module.rms_norm_fwd_triton(x, norm.weight.detach(), None, EPS, **order)[0] == norm(x)
         # of the rest rstd differs in its last bit; the other order agrees on 70 to 80 %
         assert same.double().mean() > (0.995 if device == "cpu" else 0.99), family
+
+
+@pytest.mark.parametrize(("dtype", "in_kernel"), [
+    *((dtype, False) for dtype in DTYPES),
+    *(pytest.param(dtype, True, marks=interpreted) for dtype in (torch.float32, torch.float16))])
+def test_an_input_that_is_passed_on_has_the_gradient_of_both_uses(dtype: torch.dtype, in_kernel: bool) -> None:
+    """In 16 bits the sum is rounded once, where autograd's own would be rounded twice."""
+    tensors, (grad,) = problem((65, 33), dtype, False)
+    other = torch.randn(65, 33, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def reference(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+        y = rms_norm_ref(x, weight, eps, offset=offset)
+        assert isinstance(y, Tensor)
+        return y, x * 1
+
+    def ours(**options: Any) -> Any:
+        return rms_norm(**options, with_sum=True)
+
+    truth = outcome(reference, in_float64(tensors), [grad, other], 0.0)
+    usual = outcome(reference, tensors, [grad, other], 0.0)
+    with in_triton() if in_kernel else nullcontext():
+        found = outcome(ours, tensors, [grad, other], 0.0)
+    assert torch.equal(found["sum"], tensors["x"])
+    for name in ("y", "x", "weight"):
+        assert_as_accurate(name, found[name], usual[name], truth[name].detach(), SUMMATION)
+    with torch.no_grad():
+        y, same = ours(**tensors, eps=EPS)
+    torch.testing.assert_close(y, found["y"].detach())
+    assert same is tensors["x"]
 
 
 @pytest.mark.parametrize("used", [0, 1])

@@ -30,7 +30,7 @@ from lowmem_grpo.memory import cutting
 from lowmem_grpo.memory.families import DELTA_IN, DELTA_OUT, FAMILIES
 from lowmem_grpo.memory.offload.activations import ActivationOffload
 from lowmem_grpo.models.experts import RoutedBlock
-from lowmem_grpo.models.lean_modules import LeanAttention, LeanMLP, LeanRMSNorm
+from lowmem_grpo.models.lean_modules import LeanAttention, LeanLayer, LeanMLP, LeanRMSNorm
 from lowmem_grpo.models.policy import Policy
 
 each_family = pytest.mark.parametrize("kind", TRAINED)
@@ -85,6 +85,10 @@ def test_checkpointed_layers_on_the_host_give_the_same_gradients(kind: str, fold
 def test_our_modules_are_where_the_table_says_and_only_there(kind: str, folders: Any) -> None:
     row, (model, _) = FAMILIES[kind], loaded(folders(kind))
     layer = model.get_decoder().layers[-1]
+    assert isinstance(layer, LeanLayer) is bool(row.layer)
+    if row.layer and not row.vision:
+        recorded = model(input_ids=torch.tensor([[5, 6, 7]]), output_hidden_states=True).hidden_states
+        assert len(recorded) == len(model.get_decoder().layers) + 1
     assert isinstance(layer.self_attn, LeanAttention) is row.attention.lean
     assert isinstance(layer.mlp, LeanMLP) is (row.mlp.lean and row.experts is None)
     assert isinstance(layer.mlp, RoutedBlock) is (row.experts is not None)
