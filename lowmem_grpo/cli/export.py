@@ -63,6 +63,7 @@ def check_asked(
     from lowmem_grpo.models.card_check import driver_version
     from lowmem_grpo.models.export.folder import check_out
     from lowmem_grpo.models.hub import check_repo
+    from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
 
     if repo is not None:
         check_repo(repo)
@@ -72,7 +73,7 @@ def check_asked(
         raise ValueError(f"--device is {device!r}, and there is no driver of a card here; write cpu, or leave it out")
     check_adapter(run, unfinished)
     if kind == "gguf":
-        find_converter(llama_cpp, [gguf_type])
+        find_converter(llama_cpp, [gguf_type], base or base_of_adapter(find_adapter(run, unfinished).folder).model)
     check_model(base)
     check_out(out, overwrite, None)
     check_folder(out, "--out")

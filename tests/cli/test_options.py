@@ -164,6 +164,8 @@ WRONG = {  # command line: words of the refusal
     "export lora --out empty": "empty is not empty; choose another folder",
     "export lora --out made --device tpu": "--device is 'tpu'", "export lora --out made --base empty": "no config.json",
     "export lora --out made --format gguf --llama-cpp empty": "empty",
+    "export moved --out made --format gguf": "the embedded model 'tiny' cannot be a GGUF file: llama.cpp does not know",
+    "export lora --out made --format gguf --base tiny-games": "the embedded model 'tiny-games' cannot be a GGUF file",
     "eval tiny --recipe arithmetic --adapter '~/no'": "there is no /home/nobody/no; give the folder of a run",
     "eval '~/no' --recipe arithmetic": "no model '/home/nobody/no': there is no such folder",
     "eval tiny --dataset '~/no.jsonl' --reward number_match": "no file '/home/nobody/no.jsonl'",

