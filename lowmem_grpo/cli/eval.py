@@ -81,9 +81,12 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
     `lowmem-grpo run`, gives other options of the recipe."""
     with plain_errors():
         from lowmem_grpo.cli.options import check_model
+        from lowmem_grpo.recipes.recipe_file import unknown_recipe
 
-        if is_gguf(target) or not Path(target).exists():
+        if is_gguf(target) or not Path(target).is_dir():
             check_model(target)
+        if chosen["recipe"] is not None and (problem := unknown_recipe(chosen["recipe"])):
+            raise ValueError(problem)
         chosen["recipe"] = chosen["recipe"] or (None if chosen["dataset"] else recipe_of(chosen["adapter"] or target))
     check_source(chosen)
     with plain_errors():
@@ -91,10 +94,11 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
         from lowmem_grpo.config.loading import form_of_weights
         from lowmem_grpo.config.sampling import SamplingParams
         from lowmem_grpo.data.files import check_prompt_column, columns_of, is_file_name
+        from lowmem_grpo.models.stored_model import check_stored, resolve
         from lowmem_grpo.recipes.recipe_file import refuse_unknown
         from lowmem_grpo.runs.files import check_folder
 
-        SamplingParams(n=chosen["samples"], temperature=chosen["temperature"])  # raises for invalid values
+        SamplingParams(n=chosen["samples"], temperature=chosen["temperature"], seed=chosen["seed"])  # raises if invalid
         if chosen["recipe"]:
             check_exam(chosen["recipe"], chosen["dataset"])
             check_words(chosen["recipe"], chosen["options"])
@@ -108,6 +112,7 @@ def evaluate(target: str, as_json: bool, show: int, out: Path | None, **chosen: 
                 check_prompt_column(chosen["dataset"], columns, chosen["prompt_column"])
         subject = find_subject(target, chosen["adapter"], chosen["load_in_4bit"], chosen["load_in_fp8"])
         check_adapter(subject.adapter)
+        check_stored(resolve(subject.model), subject.model, None, chosen["max_seq_length"], vision=True)
         if chosen["recipe"]:
             check_rows(chosen["recipe"], chosen["dataset"], chosen["options"],
                        summary_of(subject) if subject.adapter else {})

@@ -8,7 +8,7 @@ import click
 
 from lowmem_grpo.models.export.gguf import TYPES, find_converter
 from lowmem_grpo.runs.files import check_folder
-from lowmem_grpo.runs.views.terminal import UserPath, echo, plain_errors, quiet
+from lowmem_grpo.runs.views.terminal import UserPath, echo, plain_errors, quiet, was_given
 from lowmem_grpo.utils import count_text, size_text
 
 DEVICE = re.compile(r"cpu|mps|(cuda|xpu)(:\d+)?")
@@ -43,6 +43,11 @@ def export(
     so this needs no card, and no memory for the whole model."""
     if public and repo is None:
         raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")
+    unused = () if kind == "gguf" else ("gguf_type", "llama_cpp")
+    unused += ("dtype", "device", "base", "load_in_4bit", "load_in_fp8") if kind == "adapter" else ()
+    for name in filter(was_given, unused):
+        option = "fp8" if name == "load_in_fp8" else name.replace("_", "-")
+        raise click.UsageError(f"--{option} has no effect on an export with --format {kind}; leave it out")
     with plain_errors():
         check_asked(run, kind, out, unfinished, overwrite, repo, **chosen)
     quiet()
@@ -56,10 +61,12 @@ def export(
 
 def check_asked(
     run: Path, kind: str, out: Path, unfinished: bool, overwrite: bool, repo: str | None, device: str | None,
-    base: str | None, llama_cpp: Path | None, gguf_type: str, **_: Any,
+    base: str | None, llama_cpp: Path | None, gguf_type: str, load_in_4bit: bool | None, load_in_fp8: bool | None,
+    **_: Any,
 ) -> None:
     """Raise the errors that `export` would raise for these options, before a heavy library is loaded."""
     from lowmem_grpo.cli.options import check_adapter, check_model
+    from lowmem_grpo.config.loading import form_of_weights
     from lowmem_grpo.models.card_check import driver_version
     from lowmem_grpo.models.export.folder import check_out
     from lowmem_grpo.models.hub import check_repo
@@ -71,9 +78,11 @@ def check_asked(
         raise ValueError(f"--device is {device!r}; write cpu, or cuda:0 for the first card")
     if device is not None and device.startswith("cuda") and driver_version() is None:
         raise ValueError(f"--device is {device!r}, and there is no driver of a card here; write cpu, or leave it out")
+    form_of_weights(load_in_4bit, False, load_in_fp8 or False)  # raises if both are set
     check_adapter(run, unfinished)
+    record = base_of_adapter(find_adapter(run, unfinished).folder)
     if kind == "gguf":
-        find_converter(llama_cpp, [gguf_type], base or base_of_adapter(find_adapter(run, unfinished).folder).model)
+        find_converter(llama_cpp, [gguf_type], base or record.model)
     check_model(base)
     check_out(out, overwrite, None)
     check_folder(out, "--out")

@@ -67,9 +67,9 @@ def generate(
 
 def check_asked(words: tuple[str, ...], recipe: str | None, you: str | None, samples: int, as_json: bool) -> None:
     """Raise click.UsageError for options that contradict each other."""
-    if any("=" not in word for word in words) if recipe is not None else not words:
+    if any("=" not in word for word in words) if recipe is not None else not "".join(words).strip():
         raise click.UsageError("give a PROMPT to answer, or --recipe NAME to play an episode" +
-                               ("; not both" if words else ""))
+                               ("; not both" if recipe is not None else ""))
     if recipe is None and words[1:]:
         raise click.UsageError(f"PROMPT is one text: write {quote(' '.join(words))}")
     if you and recipe is None:

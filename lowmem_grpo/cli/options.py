@@ -22,7 +22,7 @@ from lowmem_grpo.models.hub import REPO, find_dataset
 from lowmem_grpo.models.stored_model import find, find_teacher
 from lowmem_grpo.recipes.recipe_file import NO_EXAM, is_recipe_file, own_traceback, recipe_path, unknown_recipe
 from lowmem_grpo.runs.listeners import refuse_absent_sinks
-from lowmem_grpo.runs.saved_adapter import adapter_settings, find_adapter
+from lowmem_grpo.runs.saved_adapter import adapter_settings, base_of_adapter, find_adapter
 from lowmem_grpo.runs.views.terminal import columns
 from lowmem_grpo.utils import Rule, check_value
 
@@ -196,7 +196,8 @@ def check_data(source: str | None, columns: Sequence[str] = ()) -> None:
 def check_adapter(path: Path | None, unfinished: bool = True) -> None:
     """Raise RunError, CheckpointError or AdapterError for a path without a LoRA adapter."""
     if path is not None:
-        adapter_settings(find_adapter(path, unfinished).folder)
+        adapter_settings(folder := find_adapter(path, unfinished).folder)
+        base_of_adapter(folder)
 
 
 def check_teacher(name: str | None, needed: bool) -> None:

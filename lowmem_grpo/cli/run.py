@@ -82,7 +82,11 @@ def check_run_folder(settings: dict[str, Any]) -> None:
         return
     folder = Path(settings["output_dir"])
     check_folder(folder, "output_dir")
-    if not settings["resume"] and not settings.get("overwrite_output_dir"):
+    if settings["resume"]:
+        from lowmem_grpo.runs.saved_adapter import read_summary
+
+        read_summary(folder)  # raises for one that is damaged
+    elif not settings.get("overwrite_output_dir"):
         RunRecords(folder).refuse_another_run()
 
 

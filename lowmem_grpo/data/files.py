@@ -45,11 +45,21 @@ def refuse_unreadable(path: Path) -> None:
         is_empty = len(lines) < (2 if kind == ".csv" else 1) or (
             kind == ".json" and "".join(lines).split() in (["[]"], ["{}"]))
         why = "it has no rows; each prompt needs one" if is_empty else (
-            broken_line(path, LOOKED) if kind == ".jsonl" else "")
+            broken_line(path, LOOKED) if kind == ".jsonl" else json_fault(path) if kind == ".json" else "")
     if why:
         raise OSError(f"no rows from {str(path)!r}: {why}")
     if kind == ".json":
         check_rows(path)
+
+
+def json_fault(path: Path) -> str:
+    """Return why a .json file is neither JSON nor JSON lines; "" if it is, or is too large to be read at once."""
+    try:
+        if path.stat().st_size < CHUNK:
+            json.loads(path.read_text("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        return broken_line(path, LOOKED) and f"it is not JSON: {error}"
+    return ""
 
 
 def has_one_row(path: Path) -> bool:

@@ -84,7 +84,8 @@ def device(name: str, gpu_memory_utilization: float | None = None) -> Device:
         raise ValueError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
     plain = name.strip().lower()
     if size := SIZE.fullmatch(plain):
-        total = int(float(size[1]) * UNITS[size[2]])
+        if not (total := int(float(size[1]) * UNITS[size[2]])):
+            raise ValueError(f"the card is {name!r}; its memory must be above 0")
         return Device(name.strip(), total, int(total * (share or 1.0)))
     plain = re.sub(r"[\s_]+", "-", plain).removeprefix("nvidia-").removeprefix("geforce-").removeprefix("tesla-")
     plain = re.sub(r"(?<=\d)gi?b$", "", plain.replace("rtx-", "rtx"))

@@ -313,6 +313,8 @@ def named_config(name: str | Path) -> dict[str, Any]:
         raise ValueError(f"the model is {name!r}; give one of {', '.join(named_shapes())}, or a folder with a "
                          "config.json")
     path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"no model {name!r}: the folder holds no config.json")
     if path.is_dir() or path.suffix == ".json":
         return read_config(path / "config.json" if path.is_dir() else path)
     short = shape_name(name)

@@ -55,9 +55,12 @@ def resolve(model_name: str) -> str:
         return resolve_gguf(model_name)
     looks_like_path = str(model_name).startswith((".", "/", "~")) or str(model_name).count("/") > 1
     folder = Path(model_name).expanduser()
-    if not looks_like_path and not folder.is_dir():
+    if not looks_like_path and not folder.exists():
         return model_name
     if not (folder / "config.json").is_file():
+        if folder.is_file():
+            raise OSError(f"no model {model_name!r}: it is a file; give a folder that holds a config.json, a .gguf "
+                          "file, or a name on the hub")
         why = "the folder holds no config.json" if folder.is_dir() else \
             f"there is no such folder ({beside(folder)})"
         raise OSError(f"no model {model_name!r}: {why}")

@@ -229,8 +229,8 @@ def base_of_adapter(folder: Path) -> BaseRecord:
             check_given(asdict(record), OF_BASE)
             return record
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{own} cannot be read ({error}); name the base with --base, and how it was held with "
-                             "--load-in-4bit, --fp8 or --16bit") from error
+            raise ValueError(f"{own} cannot be read ({error}); move it away, and name the base with --base, and how "
+                             "it was held with --load-in-4bit, --fp8 or --16bit") from error
     return BaseRecord(adapter_settings(folder).get("base_model_name_or_path") or None)
 
 
