@@ -43,7 +43,7 @@ def export(
     so this needs no card, and no memory for the whole model."""
     if public and repo is None:
         raise click.UsageError("--public is about the repository of --push OWNER/NAME, which is not given")
-    unused = () if kind == "gguf" else ("gguf_type", "llama_cpp")
+    unused: tuple[str, ...] = () if kind == "gguf" else ("gguf_type", "llama_cpp")
     unused += ("dtype", "device", "base", "load_in_4bit", "load_in_fp8") if kind == "adapter" else ()
     for name in filter(was_given, unused):
         option = "fp8" if name == "load_in_fp8" else name.replace("_", "-")
