@@ -53,11 +53,14 @@ def refuse_unreadable(path: Path) -> None:
 
 
 def json_fault(path: Path) -> str:
-    """Return why a .json file is neither JSON nor JSON lines; "" if it is, or is too large to be read at once."""
+    """Return why a .json file is neither JSON nor JSON lines; "" if it is, or if that is not seen here, as of a large
+    one or a deep one."""
     try:
         if path.stat().st_size < CHUNK:
             json.loads(path.read_text("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        pass
+    except ValueError as error:
         return broken_line(path, LOOKED) and f"it is not JSON: {error}"
     return ""
 
