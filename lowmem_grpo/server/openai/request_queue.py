@@ -24,7 +24,7 @@ QUIET = 0.05  # the next round starts after this fraction of a round's seconds w
 LEAST, MOST_QUIET = 0.003, 0.1  # bounds of that wait, in seconds
 logger = logging.getLogger(__name__)
 MOST = 4096  # remembered conversation numbers; an engine caches fewer
-SLICE = 256  # tokens that a call samples before it makes room for another user
+SLICE = 64  # tokens that a call samples before it makes room for another user
 
 
 @dataclass(eq=False)
@@ -40,7 +40,8 @@ class EngineCall:
     seed: int = 0  # the resolved seed, set by the worker
     user: str = ""  # users have turns
     on_tokens: OnTokens | None = None  # as in `Request`
-    begun: Rollout | None = None  # its first tokens, if it was interrupted
+    begun: Rollout | None = None  # its first tokens, if it was interrupted, and the number of its KV cache
+    number: int | None = None
     drawn: int = 0  # tokens since it entered the engine
     interrupted: bool = False  # it leaves the engine now, to go on later
 
@@ -175,13 +176,8 @@ class Keys:
         """Return the number of a call's conversation; sessions share none for a saved adapter, which may change."""
         if call.key is None:
             return self.new()
-        return self.keep(call, engine_session, None)
-
-    def keep(self, call: EngineCall, engine_session: int, number: int | None) -> int:
-        """Remember the number of a call's conversation (None: the known one, or a new one), and return it."""
         name = (call.adapter, call.key, None if call.adapter in (LIVE, None) else engine_session)
-        known = self.known.pop(name, None)
-        self.known[name] = number = next(each for each in (number, known, self.new()) if each is not None)
+        self.known[name] = number = self.known.pop(name) if name in self.known else self.new()
         if len(self.known) > MOST:
             del self.known[next(iter(self.known))]
         return number
@@ -255,7 +251,7 @@ class EngineSession:
 
     def enter(self, call: EngineCall) -> Request:
         """Add a call, and return its engine request, with a new key if the call's key is in use."""
-        key = self.keys.number_of(call, self.number)
+        key = self.keys.number_of(call, self.number) if call.number is None else call.number
         if key in self.open:
             key = self.keys.new()
         self.open[key] = call
@@ -274,10 +270,7 @@ class EngineSession:
 
     def interrupt(self, call: EngineCall, key: int, rollout: Rollout) -> None:
         """Queue a call again, to go on behind its first tokens, and with their KV cache if the engine still has it."""
-        call.begun = rollout
-        if call.key is None:
-            call.key = -1 - key  # a caller's key is never negative
-            self.keys.keep(call, self.number, key)
+        call.begun, call.number = rollout, key
         self.waiting.add(call, first=True)
 
 

@@ -234,7 +234,8 @@ def test_calls_of_one_user_alone_or_without_turns_are_not_interrupted(own: Room)
     assert order == ["ann", "bob"] * 2
 
 
-def test_two_long_calls_of_two_users_take_turns_and_both_end(own: Room) -> None:
+@pytest.mark.parametrize("adapter", ["base", "saved@3"])
+def test_two_long_calls_of_two_users_take_turns_and_both_end(own: Room, adapter: str) -> None:
     seen, order, other = list[str](), list[str](), SamplingParams(max_tokens=64, temperature=0.5, ignore_eos=True)
 
     def bobs() -> "Future[Any]":
@@ -245,7 +246,7 @@ def test_two_long_calls_of_two_users_take_turns_and_both_end(own: Room) -> None:
     own.worker.waiting.take_calls = lambda *given: [  # type: ignore[method-assign]
         seen.append(call.user) or call for call in watched(*given)]
     own.worker.awake().pace.pop_measured()
-    begun(own, None, order, bobs)
+    begun(own, own.chat.names()[adapter], order, bobs)
     turns = [user for place, user in enumerate(seen) if place == 0 or seen[place - 1] != user]
     assert turns == ["ann", "bob"] * 8
     read = own.worker.engine.pace.tokens["prefill"]
