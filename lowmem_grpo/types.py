@@ -118,6 +118,7 @@ class Rollout:
     policy_mask: Tensor | None = None  # (C,) bool, tokens whose policy term counts; None for all
     routes: Any = None  # as in `Turn`, for a single completion; in an episode each turn has its routes
     teacher_prompt: list[int] | None = None  # (P,) behind which a teacher reads the completion; None: the group's
+    trains_prompt: bool = False  # the prompt's tokens after the first are trained too, once for all that share them
     unit: int | None = None  # a loss that couples rollouts of a group, as a pair's, gives them the same unit
     fields: dict[str, Any] = field(default_factory=dict)  # by name, those of TOKEN_FIELDS that are not attributes
 
@@ -261,7 +262,7 @@ class MicroBatch:
     places: Tensor  # (T,) int64, index into S * W; for a shared place, in the first sequence
     copies: Tensor  # (T,) int64, how many (neighbouring) sequences share the place; 1 if it is not shared
     prompts: tuple[tuple[int, ...], ...]  # by prompt: the number of prompt places (P - 1), then that of each completion
-    loss_mask: Tensor  # (T,) bool, tokens that the policy sampled
+    loss_mask: Tensor  # (T,) bool, tokens that the policy sampled, and those of a prompt that is trained
     trained: Tensor  # (N,) int64, indices where loss_mask is True; computed on the host to avoid a GPU sync
     sequence_ids: Tensor  # (T,) int64, the rollout, 0 .. R - 1; the first one for a shared place
     units: Tensor  # (R,) int64, the unit of each rollout, 0 .. U - 1; no unit is split between micro-batches
@@ -270,12 +271,19 @@ class MicroBatch:
     rollouts: tuple[Rollout, ...] = ()  # the R packed completions, in order
     host_ids: Tensor | None = None  # (T,) int64, a copy of `input_ids` that stays on the host
     homes: Tensor | None = None  # (N,) int64, on the host: index of each trained token in the rollouts' (C,) fields,
-    # concatenated in order; None: all tokens of the rollouts are trained, in order
+    # concatenated in order; None: all tokens of the rollouts are trained, in order. A trained prompt has no index
     routes: Tensor | None = None  # (T, layers, k) uint8 or int16, experts that the sampler chose; None: not reported
     routed: Tensor | None = None  # (T,) bool, places that have routes; None for all
 
     advantages = property(lambda batch: batch.fields["advantages"])
     rollout_logprobs = property(lambda batch: batch.fields["rollout_logprobs"])
+
+    @property
+    def of_prompts(self) -> Tensor:
+        """A mask (N,) of the trained tokens that belong to a prompt."""
+        lengths = torch.tensor([length for lengths in self.prompts for length in lengths])
+        first = torch.tensor([not place for lengths in self.prompts for place in range(len(lengths))])
+        return self.at_trained(first.repeat_interleave(lengths).to(self.trained.device))
 
     def at_trained(self, values: Tensor) -> Tensor:
         """Return those of `values` (T, ...) at positions whose target the policy sampled, as a tensor (N, ...)."""

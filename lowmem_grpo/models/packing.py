@@ -137,10 +137,11 @@ class Piece:
     targets: list[int]
     sequence: Sequence | None  # None for a prompt
     routes: Routes | None = None  # the sequence's, or for a prompt those of its first sequence that has any
+    trained: bool = False  # of a prompt: whether its targets are trained
 
     @property
     def mask(self) -> Tensor:
-        return self.sequence.mask if self.sequence else torch.full((len(self.ids),), False)
+        return self.sequence.mask if self.sequence else torch.full((len(self.ids),), self.trained)
 
 
 def pieces(completions: list[Completion]) -> Iterator[Piece]:
@@ -155,7 +156,8 @@ def pieces(completions: list[Completion]) -> Iterator[Piece]:
         for members in families.values():
             prompt = members[0][1].prompt
             known = next((sequence.routes for _, sequence in members if sequence.routes is not None), None)
-            yield Piece(row, members[0][0], 0, prompt[:-1], prompt[1:], None, known)
+            trained = any(own.rollout.trains_prompt for _, own in members)
+            yield Piece(row, members[0][0], 0, prompt[:-1], prompt[1:], None, known, trained)
             for number, own in members:
                 yield Piece(row, number, len(prompt) - 1, [prompt[-1], *own.ids[:-1]], own.ids, own, own.routes)
                 row += 1

@@ -26,7 +26,6 @@ from lowmem_grpo.losses.preference_losses import (
 from lowmem_grpo.types import TOKEN_FIELDS, LossOutput, MicroBatch, Rollout, RolloutGroup, TokenField
 
 REFERENCE, OLD = TOKEN_FIELDS["ref_logprobs"], TOKEN_FIELDS["old_logprobs"]
-ANSWER = "answer_tokens"  # a field of ORPO's rollouts: how many of the trained tokens follow the prompt
 NEXT_PROMPT = "next_prompt"  # a field of KTO's rollouts: the prompt of the next row of the step
 COMPARING = {"aot", "aot_unpaired"}  # losses that need the policy's log-probabilities of all pairs of the step
 
@@ -147,17 +146,15 @@ class OddsRatioObjective(PreferenceObjective):
 
     def prepared(self, rollouts: list[Rollout], groups: Sequence[RolloutGroup] = ()) -> None:
         super().prepared(rollouts, groups)
-        self.chosen_tokens = sum(rollout.num_trained for rollout in rollouts[::2])
+        self.chosen_tokens = sum(len(group.prompt_ids) - 1 + group.rollouts[0].num_trained for group in groups)
 
     def loss(self, batch: MicroBatch, outputs: PolicyOutputs, totals: StepTotals) -> LossOutput:
         sides, sequences, logprobs = self.sides(batch), batch.at_trained(batch.sequence_ids), outputs.logprobs
-        lengths = torch.bincount(sequences, minlength=len(batch.rollouts))
-        answers = torch.tensor([rollout.fields[ANSWER] for rollout in batch.rollouts], device=sequences.device)
-        places = torch.arange(len(sequences), device=sequences.device)
-        of_answers = places >= (lengths.cumsum(0) - answers)[sequences]
-        sums = summed(logprobs * of_answers, sequences, len(batch.rollouts)) / answers
+        of_prompts, count = batch.of_prompts, len(batch.rollouts)
+        answers = sequences[~of_prompts]
+        sums = summed(logprobs[~of_prompts], answers, count) / torch.bincount(answers, minlength=count)
         chosen, rejected = sums[sides.chosen], sums[sides.rejected]
-        likelihoods = -logprobs[sides.of_chosen(sequences)]
+        likelihoods = -logprobs[of_prompts | sides.of_chosen(sequences)]
         odds = odds_ratio_losses(chosen, rejected, self.config.beta).sum() / totals.units
         measured = odds_ratio_metrics(chosen, rejected, self.config.beta) | {"nll_loss": likelihoods}
         return LossOutput(likelihoods.sum() / self.chosen_tokens + odds, *means(measured))

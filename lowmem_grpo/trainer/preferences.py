@@ -21,7 +21,6 @@ from lowmem_grpo.runs.views.live import PreferenceView
 from lowmem_grpo.trainer.offline import OfflineTrainer, Predictions, limit_of
 from lowmem_grpo.trainer.parts import TrainedModel, bring_model
 from lowmem_grpo.trainer.preference_objectives import (
-    ANSWER,
     NEXT_PROMPT,
     REFERENCE,
     LabelledObjective,
@@ -30,7 +29,7 @@ from lowmem_grpo.trainer.preference_objectives import (
     PreferenceObjective,
 )
 from lowmem_grpo.trainer.step_accumulator import members
-from lowmem_grpo.types import Rollout, RolloutGroup, Split
+from lowmem_grpo.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 MEASURED = ("compute_metrics", "preprocess_logits_for_metrics")
@@ -178,7 +177,10 @@ class ORPOTrainer(PreferenceTrainer):
         return read_pairs(dataset, parameter, *self.reading, kind=ClosedPairEncoder)
 
     def groups_of(self, items: Iterable[Any], policy_version: int = 0) -> list[RolloutGroup]:
-        return [with_prompt(group) for group in super().groups_of(items, policy_version)]
+        groups = super().groups_of(items, policy_version)
+        for group in groups:
+            group.rollouts[0].trains_prompt = True
+        return groups
 
 
 class KTOTrainer(ReferredTrainer):
@@ -249,16 +251,3 @@ def is_base(ref_model: Any, trained: TrainedModel) -> bool:
     same = [torch.equal(*(each.detach()[: 1 if value.ndim > 1 else None].cpu().float() for each in (held, value)))
             for held, value in pairs]
     return len(names) == 1 and bool(same) and all(same)
-
-
-def with_prompt(group: RolloutGroup) -> RolloutGroup:
-    """Return a pair with its prompt, but the first token, in both completions; it is trained on the chosen side."""
-    def side(rollout: Rollout, is_chosen: bool) -> Rollout:
-        first, *rest = rollout.splits[0].prompt_ids or [] if rollout.splits else group.prompt_ids
-        ids, count = [*rest, *rollout.completion_ids], rollout.num_trained
-        return replace(rollout, completion_ids=ids, rollout_logprobs=[0.0] * len(ids), fields={ANSWER: count},
-                       trained=None if is_chosen else [*[False] * len(rest), *[True] * count],
-                       splits=[] if [first] == start else [Split(0, [first])])
-
-    start = group.prompt_ids[:1]
-    return replace(group, prompt_ids=start, rollouts=[*map(side, group.rollouts, (True, False))])

@@ -24,6 +24,7 @@ from lowmem_grpo import (
     PatchDPOTrainer,
 )
 from lowmem_grpo.data.prompts import DataError
+from lowmem_grpo.models.packing import pack
 from lowmem_grpo.runs.records import read_lines
 from lowmem_grpo.runs.saved_adapter import list_checkpoints
 from lowmem_grpo.types import RolloutGroup
@@ -230,6 +231,16 @@ def test_a_single_row_has_no_other_prompt_and_is_refused_and_an_epochs_last_row_
     other = trainer.encoder.encode(rows[0])
     assert last.rollouts[0].fields["next_prompt"] == other.ids != last.prompt_ids
     assert trainer.update([last])["kl"] >= 0
+
+
+def test_orpo_would_compute_a_pairs_prompt_twice_or_train_it_twice(tmp_path: Path) -> None:
+    groups = groups_of(make("orpo", tmp_path))
+    (batch,) = pack(groups)
+    prompts, completions = (sum(counts) for counts in zip(*(
+        (len(group.prompt_ids) - 1, sum(len(rollout.completion_ids) for rollout in group.rollouts))
+        for group in groups), strict=True))
+    assert (len(batch.input_ids), len(batch.trained)) == (prompts + completions,) * 2
+    assert batch.of_prompts.sum() == prompts
 
 
 # Runs.
