@@ -30,14 +30,18 @@ def rope_ref(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_first: boo
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
     """Return x (..., D) rotated by cos and sin (..., R), which broadcast over heads. `backward` gives the adjoint."""
-    turning, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     half = cos.shape[-1] // 2
+    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
+    turned = turning * cos
+    (x1, x2), (s1, s2) = turning.split(half, -1), sin.split(half, -1)
     if backward:
-        crossed = turning * sin
-        crossed = torch.cat((crossed[..., half:], -crossed[..., :half]), -1)
+        turned[..., :half] += x2 * s2
+        turned[..., half:] -= x1 * s1
     else:
-        crossed = torch.cat((-turning[..., half:], turning[..., :half]), -1) * sin
-    return torch.cat(((turning * cos + crossed).to(x.dtype), rest), -1)
+        turned[..., :half] -= x2 * s1
+        turned[..., half:] += x1 * s2
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
 
 
 def launch_rule(half: int) -> Launch:

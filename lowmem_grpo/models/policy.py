@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from lowmem_grpo.models.trained_embedding import TrainedRows
 
 LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # the first that a config has is used
+ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)  # the modules that PEFT wraps
 HEAD_ROWS = 4096  # rows of the head in memory at a time in `logits_of`
 KNOWN = f"Take a model of a family that can be packed: {trained()}"
 
@@ -158,12 +161,6 @@ class TextInputs:
         return None
 
 
-def set_mode(model: nn.Module, training: bool) -> None:
-    """Put the model in train or evaluation mode, unless all modules are in it: a check is faster than setting."""
-    if any(module.training != training for module in model.modules()):
-        model.train(training)
-
-
 @dataclass(eq=False)
 class HeldMode:
     """The modes of a model's modules before a context changed them, and the number of contexts that rely on it."""
@@ -182,10 +179,12 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     may differ between modules, as in a model that PEFT has just put LoRA on. If several threads are in contexts of the
     same mode, the last one to leave restores."""
     with MODES:
-        held = HELD.setdefault(model, [])
-        if not held or any(module.training != training for module in model.modules()):
-            held.append(HeldMode([(module, module.training) for module in model.modules()]))
-            set_mode(model, training)
+        held, modes = HELD.setdefault(model, []), [(module, module.training) for module in model.modules()]
+        differ = any(before != training for _, before in modes)
+        if not held or differ:
+            held.append(HeldMode(modes))
+        if differ:
+            model.train(training)
         mine = held[-1]
         mine.users += 1
     try:
@@ -344,8 +343,15 @@ class Policy:
     @contextmanager
     def base_model(self) -> Iterator[None]:
         """Disable the adapter within this context: the base model, without a second copy of it."""
-        with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
+        wrapped = [module for module in self.model.modules() if isinstance(module, ADAPTED)]
+        live = [module for module in wrapped if not module.disable_adapters]
+        try:  # PEFT's own `disable_adapter` looks at every parameter first, which takes as long as a layer's pass
+            for module in live:
+                module.enable_adapters(False)
             yield
+        finally:
+            for module in live:
+                module.enable_adapters(True)
 
     def is_trained(self) -> bool:
         """Return whether the adapter has been trained: in a fresh one all `lora_B` factors are 0."""
