@@ -1,4 +1,4 @@
-"""Time one DPO step on the CPU, ours against TRL's, with the same model, LoRA and pairs.
+"""Time one step of DPO or ORPO on the CPU, ours against TRL's, with the same model, LoRA and pairs.
 
     python -m bench.loop.preference_time
 
@@ -58,7 +58,7 @@ class Times:
         self.cpu_seconds.append(time.process_time() - self.began[1])
 
 
-def run(provider: str, count: int, steps: int, shots: int) -> dict[str, Any]:
+def run(provider: str, count: int, steps: int, shots: int, method: str = "DPO") -> dict[str, Any]:
     """Train `steps` steps of `count` pairs; return the times of those after the warm-up."""
     from datasets import Dataset
 
@@ -68,29 +68,33 @@ def run(provider: str, count: int, steps: int, shots: int) -> dict[str, Any]:
             "output_dir": folder, "per_device_train_batch_size": count, "max_steps": steps, "learning_rate": 1e-4,
             "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": "none", "save_strategy": "no",
             "gradient_checkpointing": False, "max_length": LENGTH, "disable_tqdm": True}
-        trainer = (ours if provider == OURS else trls)(rows, settings, times)
+        trainer = (ours if provider == OURS else trls)(rows, settings, times, method)
         trainer.train()
     return {"seconds": times.seconds[WARM_UP:], "cpu_seconds": times.cpu_seconds[WARM_UP:],
             "loss": trainer.state.log_history[0]["loss"]}
 
 
-def ours(rows: Any, settings: dict[str, Any], times: Times) -> Any:
-    from lowmem_grpo import DPOConfig, DPOTrainer, FastLanguageModel
+def ours(rows: Any, settings: dict[str, Any], times: Times, method: str = "DPO") -> Any:
+    import lowmem_grpo
+    from lowmem_grpo import FastLanguageModel
 
+    trainer, config = (getattr(lowmem_grpo, f"{method}{part}") for part in ("Trainer", "Config"))
     model, _ = FastLanguageModel.from_pretrained(MODEL, max_seq_length=LENGTH, load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(model, r=16, use_gradient_checkpointing=False)
-    config = DPOConfig(**settings, shuffle_dataset=False, preflight=False)
-    return DPOTrainer(model, args=config, train_dataset=rows, callbacks=[times])
+    args = config(**settings, shuffle_dataset=False, preflight=False)
+    return trainer(model, args=args, train_dataset=rows, callbacks=[times])
 
 
-def trls(rows: Any, settings: dict[str, Any], times: Times) -> Any:
+def trls(rows: Any, settings: dict[str, Any], times: Times, method: str = "DPO") -> Any:
     import trl
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl.experimental import orpo
 
-    config = trl.DPOConfig(**settings, train_sampling_strategy="sequential", use_cpu=True, bf16=False)
-    return trl.DPOTrainer(
-        AutoModelForCausalLM.from_pretrained(MODEL, trust_remote_code=False), args=config, train_dataset=rows,
+    trainer, config = (getattr(orpo if method == "ORPO" else trl, f"{method}{part}") for part in ("Trainer", "Config"))
+    args = config(**settings, train_sampling_strategy="sequential", use_cpu=True, bf16=False)
+    return trainer(
+        AutoModelForCausalLM.from_pretrained(MODEL, trust_remote_code=False), args=args, train_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(MODEL, trust_remote_code=False),
         peft_config=LoraConfig(r=16, lora_alpha=16, target_modules=LAYERS, task_type="CAUSAL_LM"),
         callbacks=[type("Watched", (TrainerCallback,), {"on_step_begin": times.on_step_begin,
@@ -98,25 +102,26 @@ def trls(rows: Any, settings: dict[str, Any], times: Times) -> Any:
 
 
 @click.command(help=__doc__)
+@click.option("--method", default="DPO", show_default=True, type=click.Choice(["DPO", "ORPO"]))
 @click.option("--shots", multiple=True, default=(0, 4), show_default=True, help="Solved problems in each prompt.")
 @click.option("--pairs", "count", default=16, show_default=True, type=click.IntRange(min=1), help="Pairs of a step.")
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(min=WARM_UP + 2), help="Steps of one run.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Runs of each.")
 @options.output("preference_time")
 @options.AS_JSON
-def main(shots: tuple[int, ...], count: int, steps: int, rounds: int, output: Path, as_json: bool) -> None:
+def main(method: str, shots: tuple[int, ...], count: int, steps: int, rounds: int, output: Path, as_json: bool) -> None:
     console.stderr = as_json
-    where, rows = machine() | {"threads": 1, "steps": steps, "pairs": count}, list[dict[str, Any]]()
+    where, rows = machine() | {"method": method, "threads": 1, "steps": steps, "pairs": count}, list[dict[str, Any]]()
     for number in shots:
         runs: dict[str, list[dict[str, Any]]] = {OURS: [], TRL: []}
         for provider, _ in in_turn(list(runs), rounds):
-            given = {"provider": provider, "count": count, "steps": steps, "shots": number}
+            given = {"provider": provider, "count": count, "steps": steps, "shots": number, "method": method}
             found = child.call("bench.loop.preference_time:run", given, settings={"OMP_NUM_THREADS": "1"})
             if "missing" in found:
                 raise click.ClickException(f"{found.get('log', '')}\n{provider}: {found['missing']}")
             runs[provider].append(found)
         rows += [row(runs, name) | {"shots": number} | where for name in runs]
-    console.print(tables.terminal(f"one DPO step of {count} pairs of the embedded model", list(SHOWN), (
+    console.print(tables.terminal(f"one {method} step of {count} pairs of the embedded model", list(SHOWN), (
         [tables.cell(one, figure) for figure in SHOWN.values()] for one in rows)))
     for one in rows:
         leave(one, output, as_json)
