@@ -31,7 +31,8 @@ Row = dict[str, Any]
 
 @dataclass
 class Pair(Prompt):
-    """A usable row: two completions, whose `ids` are `self.ids` unless truncation left them different prompts."""
+    """A usable row: two completions, whose `ids` are `self.ids`, unless nothing is left of the prompt once a completion
+    follows: then each is behind its own first token, which is not trained."""
 
     chosen: Example = field(default_factory=lambda: Example({}, [], ""))
     rejected: Example = field(default_factory=lambda: Example({}, [], ""))
@@ -279,8 +280,7 @@ def read_pairs(
     if pairs and labels and isinstance(rows, Stream):
         raise DataError(f"{parameter} is a stream of pairs, which are taken apart only in rows that have indices: pass "
                         "a datasets.Dataset, or rows with prompt, completion and label")
-    encoder = kind(tokenizer, longest, end_ids, settings.chat_template_kwargs,
-                   getattr(settings, "truncation_mode", "keep_start"))
+    encoder = kind(tokenizer, longest, end_ids, settings.chat_template_kwargs, "keep_start")
     encoder.column = TOKENS[0] if tokens else kind.column
     encoder.longest_prompt = getattr(settings, "max_prompt_length", None)
     encoder.longest_completion = getattr(settings, "max_completion_length", None)

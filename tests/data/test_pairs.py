@@ -19,7 +19,7 @@ END = "<|im_end|>"
 
 
 def read(function: Any, rows: Any, longest: int = 64, **settings: Any) -> tuple[Any, Any]:
-    given = SimpleNamespace(**{"chat_template_kwargs": None, "truncation_mode": "keep_start"} | settings)
+    given = SimpleNamespace(**{"chat_template_kwargs": None} | settings)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     return function(rows, "train_dataset", given, tokenizer, longest, [tokenizer.eos_token_id])
 
@@ -137,14 +137,13 @@ def test_a_prompt_is_cut_to_its_last_tokens_and_completions_are_not() -> None:
     assert cut.ids == whole.ids[-3:] and cut.chosen.completion_ids == whole.chosen.completion_ids
 
 
-def test_sides_that_keep_their_end_have_prompts_of_their_own() -> None:
-    row = PROMPTED | {"rejected": " three, four, five"}
-    whole, cut = encoded(read_pairs, row), encoded(read_pairs, row, 12, truncation_mode="keep_end")
-    assert cut.rejected.input_ids == whole.rejected.input_ids[-12:] and cut.chosen.input_ids == whole.chosen.input_ids
-    batch, = pack(pair_groups([cut]))
-    lengths = sorted(len(side.input_ids) - 1 for side in (cut.chosen, cut.rejected))
+def test_sides_whose_first_letters_join_the_prompts_only_token_have_prompts_of_their_own() -> None:
+    pair = encoded(read_pairs, {"prompt": "a", "chosen": "c yes", "rejected": " no"})
+    assert pair.ids == pair.chosen.ids == pair.chosen.input_ids[:1] != pair.rejected.ids == pair.rejected.input_ids[:1]
+    batch, = pack(pair_groups([pair]))
+    lengths = sorted(len(side.input_ids) - 1 for side in (pair.chosen, pair.rejected))
     assert sorted((batch.cu_seqlens.diff()).tolist()) == lengths
-    assert len(batch.trained) == len(cut.chosen.completion_ids) + len(cut.rejected.completion_ids)
+    assert len(batch.trained) == len(pair.chosen.completion_ids) + len(pair.rejected.completion_ids)
 
 
 @every_row(("chosen", "rejected"), [("Yes", "No"), ("abc", "abcd"), ("a\n", "a\nb"), ("x", "y")])
