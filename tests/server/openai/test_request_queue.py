@@ -13,6 +13,7 @@ from lowmem_grpo.config.sampling import SamplingParams
 from lowmem_grpo.server.openai.request_queue import (
     LIVE,
     MOST_QUIET,
+    NO_ROUND,
     EngineCall,
     EngineSession,
     Keys,
@@ -82,6 +83,19 @@ def test_those_who_were_just_served_are_decoded_together_again_where_decoding_go
         engine_session.add_rollout(request.key, Rollout([9], [0.0], "stop"))
     line.later = [line.add_call] * 8
     assert (len(first), len(engine_session.next_requests(busy=False))) == (8, second)
+
+
+def test_users_share_the_places_of_an_engine_and_have_turns_whatever_the_settings_of_their_calls() -> None:
+    queue, order = RequestQueue(), list[list[tuple[str, float]]]()
+    queue.turn = 2
+    for user, temperature in [("ann", 0.1)] * 3 + [("ann", 0.2), ("ann", 0.3), ("bob", 0.1), ("bob", 0.4)]:
+        params = SamplingParams(max_tokens=4, temperature=temperature)
+        queue.add(EngineCall([5], params, user=user))
+    while queue.lines:
+        call: Any = queue.next()
+        taken = queue.take_calls(call.batch_key, 2, False, True, NO_ROUND)
+        order.append([(each.user, each.params.temperature) for each in taken])
+    assert order == [[("ann", 0.1), ("bob", 0.1)], [("ann", 0.2)], [("bob", 0.4)], [("ann", 0.3)], [("ann", 0.1)] * 2]
 
 
 def test_only_the_same_conversation_with_the_same_weights_has_its_number_again(monkeypatch: pytest.MonkeyPatch) -> None:
