@@ -67,7 +67,7 @@ def test_the_address_is_for_its_owner_only_and_the_key_stays(tmp_path: Path) -> 
     with home.owned():
         address = Address("http://127.0.0.1:1", home.key())
         path = home.announce(address)
-        assert home.announce(address) == path
+    assert home.announce(address) == path, "without the server's umask too"
     assert path.stat().st_mode & 0o077 == 0 and (tmp_path / "server").stat().st_mode & 0o077 == 0
     assert read_address(path) == read_address(tmp_path / "server") == address
     assert ServerDir(tmp_path / "server").key() == address.key

@@ -55,7 +55,7 @@ def spoiled(spoil: Callable[[Any, Any], object]) -> Any:
     (request(targets=TOKENS), r"weights'\] has the shape \[3\], and the targets \[3, 3\]"),
     (spoiled(lambda _, weights: weights.sparse_csr.SetInParent()), "is sparse"),
     (spoiled(lambda datum, _: datum.loss_fn_inputs.pop("weights")), "lacks 'weights'"),
-    (spoiled(lambda _, weights: setattr(weights, "dense", b"\0" * 11)), "11 bytes"),
+    (spoiled(lambda _, weights: setattr(weights, "dense", b"\0" * 11)), "has 11 bytes"),
     (spoiled(lambda _, weights: setattr(weights, "dtype", wire.INT64)), "dtype 2"),
     (spoiled(lambda _, weights: weights.shape.__setitem__(0, 4)), r"shape \[4\]; it must be \[3\]"),
     (request(ids=[]), "no tokens"), (request(ids=[5, 100, 7]), "is 100"),
