@@ -1,6 +1,7 @@
 """The page of the recipes is up to date, and the bench behind it measures what a user would see."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,32 @@ from lowmem_grpo.recipes import RECIPES
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def source(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    import make_recipes
+@pytest.fixture(scope="module")
+def source() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs"))
+        import make_recipes
 
-    return make_recipes
+        yield make_recipes
 
 
-def test_the_page_is_that_of_the_recipes_each_told_in_words_with_a_measured_row(source: Any) -> None:
-    assert source.page() == source.PAGE.read_text(encoding="utf-8"), "run python docs/make_recipes.py"
+@pytest.fixture(scope="module")
+def page(source: Any) -> str:
+    return str(source.page())
+
+
+def test_the_page_is_that_of_the_recipes_each_told_in_words_with_a_measured_row(source: Any, page: str) -> None:
+    assert page == source.PAGE.read_text(encoding="utf-8"), "run python docs/make_recipes.py"
     parts = ("teaches", "about", "commands", "rewards", "expect")
     assert [name for name in RECIPES if not all(source.WORDS[name][part] for part in parts)] == []
     measured = {name for (name, _), row in source.read_rows().items() if "missing" not in row}
     assert measured == set(RECIPES)
 
 
-def test_the_page_has_a_row_and_a_picture_of_each_recipe_that_learned_and_names_the_others(source: Any) -> None:
-    page, rows = source.page(), source.read_rows().values()
+def test_the_page_has_a_row_and_a_picture_of_each_recipe_that_learned_and_names_the_others(
+    source: Any, page: str
+) -> None:
+    rows = source.read_rows().values()
     learned = {row["recipe"] for row in rows if (row.get("accuracy_after") or 0) > (row.get("accuracy_before") or 0)}
     assert {path.stem for path in source.PICTURES.glob("*.svg")} == learned and learned < set(RECIPES)
     for name in RECIPES:
@@ -40,8 +49,7 @@ def test_the_page_has_a_row_and_a_picture_of_each_recipe_that_learned_and_names_
         assert (in_table, has_picture, among_others) == (*[name in learned] * 2, name not in learned), name
 
 
-def test_every_option_of_a_recipe_is_explained_in_its_section_or_for_all_recipes(source: Any) -> None:
-    page = source.page()
+def test_every_option_of_a_recipe_is_explained_in_its_section_or_for_all_recipes(source: Any, page: str) -> None:
     assert not [line for line in page.splitlines() if line.startswith("| `") and line.endswith("|  |")]
     listed = source.shared_options().keys() | {"config"}
     for name in RECIPES:
