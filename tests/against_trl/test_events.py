@@ -35,6 +35,7 @@ def without_last_save(theirs: list[Any], ours: list[Any]) -> list[Any]:
     return ours
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [
     {EPOCHS: 2}, {EPOCHS: 2, BATCH: 1, "gradient_accumulation_steps": 4}, {EPOCHS: 2} | EVERY_EPOCH,
     {EPOCHS: 3} | IN_STEPS, {"max_steps": 3} | EVERY_EPOCH, {EPOCHS: 2} | BEST,

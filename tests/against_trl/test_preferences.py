@@ -91,6 +91,7 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_loss_metrics_or_gradients_of_dpo_would_not_be_trls(case: dict[str, Any]) -> None:
     trainer = trls(trl.DPOTrainer, trl.DPOConfig(**settings(**case)), PAIRS)

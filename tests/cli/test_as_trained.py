@@ -20,6 +20,7 @@ def evaluated(folder: Path, *words: Any) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "eval.json").read_text()), " ".join(result.output.split())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("recipe", "words"), [
     ("countdown", ["min_numbers=5", "max_numbers=5", "largest_target=30", "operators=+-", *FEW]),
     ("instructions", ["model=tiny", "kinds=title", *FEW]),

@@ -959,6 +959,7 @@ def test_gradients_of_lora_on_each_expert_are_planned_where_they_are_most() -> N
     assert math.isclose(built.train_allocated - beside, found.activations, rel_tol=0.1)  # without: half as much
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("card", "context", "together"), [
     ("16GB", 768, 62), ("16GB", 1024, 46), ("16GB", 2048, 22), ("rtx4060ti-16", 768, 64), ("rtx5080", 1024, 51),
 ])

@@ -76,6 +76,7 @@ def named(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("second", "told"), [
     (lambda folder: both(folder, True), INDEX),
     (lambda folder: both(folder, False), "model-00001-of-00009.safetensors"),
@@ -135,6 +136,7 @@ def test_a_tied_head_may_lack_and_what_no_layer_takes_is_left(folder: Path) -> N
         load(folder)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("fields", [
     {"temperature": 0.6}, {"top_p": 0.9, "do_sample": False}, {"length_penalty": 2.0}, {"early_stopping": True},
     {"top_k": 20, "min_p": 0.1}, {"output_scores": True}, {"pad_token_id": -1},

@@ -155,6 +155,7 @@ def test_models_in_4_and_16_bits_and_embeddings_on_the_host_come_back_as_they_we
         name: weight.dtype for name, weight in model.named_parameters()}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("case", CASES)
 def test_an_adapter_of_pefts_own_loads_and_samples_with_its_logits(
     case: str, bases: dict[bool, Path], tmp_path: Path
@@ -187,6 +188,7 @@ def resized_by_peft(base: Path, folder: Path, tied: bool, settings: dict[str, An
     tokenizer.save_pretrained(folder)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("case", [*(name for name in CASES if name != "rows of both"), "LoRA, tied", "LoRA, untied"])
 def test_an_adapter_of_pefts_own_brings_the_matrices_of_its_resized_base(
     case: str, bases: dict[bool, Path], tmp_path: Path

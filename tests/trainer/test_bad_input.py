@@ -76,6 +76,7 @@ def test_a_completion_longer_than_the_context_is_refused_by_the_constructor(tmp_
 # Reward functions that misbehave
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("place", "error"), [
     ("reward", ZeroDivisionError), ("reward", KeyboardInterrupt), ("on_step_begin", KeyboardInterrupt),
     ("on_pre_optimizer_step", ValueError), ("on_step_end", SystemExit), ("on_log", KeyboardInterrupt),

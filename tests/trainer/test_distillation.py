@@ -239,6 +239,7 @@ KINDS = (whole_head, rows_of_head, likeliest_of_whole_head, likeliest_of_rows, w
          stored_teacher)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_first_steps_loss_or_gradient_would_not_be_that_of_its_teacher(kind: Any, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:

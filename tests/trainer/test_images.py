@@ -166,6 +166,7 @@ STOPPED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", STOPPED.values(), ids=STOPPED)
 def test_a_resumed_run_with_images_is_the_undisturbed_one(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -77,6 +77,7 @@ def fail(model: Any, folder: Path) -> None:
         said(model, logits_processor=[failing])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("act", "checkpointing", "mode"), [
     (sample, True, None), (grpo, True, None), (sft, True, None), (save, True, None), (fail, True, None),
     (grpo, False, False), (sft, "unsloth", False),

@@ -246,6 +246,7 @@ def test_orpo_would_compute_a_pairs_prompt_twice_or_train_it_twice(tmp_path: Pat
 # Runs.
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("kind", "settings"), [
     ("dpo", {"loss_type": ["sigmoid", "aot"]}), ("dpo", {"precompute_ref_log_probs": True}),
     ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2}),

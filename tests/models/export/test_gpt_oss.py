@@ -135,6 +135,7 @@ def test_a_merge_has_the_lora_of_all_experts_that_peft_merges(base: Path, tmp_pa
             write_merged(out, [weight for weight in weights if missing not in weight.name], pairs, torch.bfloat16)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("form", ["mxfp4", "16bit", "nf4", "mxfp4 beside nf4"])
 def test_plain_transformers_computes_with_a_merged_model_what_was_trained(
     form: str, base: Path, tmp_path: Path

@@ -69,6 +69,7 @@ def settings_of(folder: Path) -> ExportSettings:
     return ExportSettings(base=str(folder / "base"), load_in_4bit=False, dtype="bfloat16", device="cpu")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("tied", "kind", "new"), [
     (True, "whole", 3), (True, "rows", 3), (True, "embedding", 0), (False, "whole", 0), (False, "rows", 0),
     (False, "rows of both", 3),
