@@ -37,10 +37,11 @@ def folder() -> str:
 
 
 def load(folder: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, list[list[int]]]:
-    """Our model, and prompts."""
+    """Our model, and prompts. They begin with few words: without these, the template has a longer beginning."""
     model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=256, dtype=dtype, **options)
-    return model, [tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-                   for question in QUESTIONS]
+    brief = {"role": "system", "content": "You are brief."}
+    return model, [tokenizer.apply_chat_template([brief, {"role": "user", "content": question}],
+                                                 add_generation_prompt=True) for question in QUESTIONS]
 
 
 def plain(folder: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
