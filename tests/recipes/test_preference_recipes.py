@@ -123,7 +123,7 @@ def test_pairs_of_its_own_answers_raise_a_models_accuracy_by_more_than_twenty_po
 
 @pytest.mark.slow
 def test_a_judge_orders_held_out_pairs_and_its_scores_alone_teach_the_policy_a_form(tmp_path: Path) -> None:
-    summary = whole_run("reward_model", tmp_path)
+    summary = whole_run("reward_model", tmp_path, "pairs=1536", "max_steps=12")
     assert summary["pairs_in_order"] > 0.95
     assert summary["accuracy_after"] > 0.8 > 0.6 > summary["accuracy_after_sft"]
 
