@@ -114,9 +114,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text for the model to continue: with the tokenizer's leading special tokens exactly once, and
     without its trailing special tokens. ValueError if the text has a lone surrogate."""
     text = whole_text(text)
-    plain = list(tokenizer(text or " ", add_special_tokens=False).input_ids)
-    adds = tokenizer.num_special_tokens_to_add()  # without any, the text has the same ids, which take time
-    around = list(tokenizer(text or " ", add_special_tokens=True).input_ids) if adds else plain
+    plain, around = (list(tokenizer(text or " ", add_special_tokens=special).input_ids) for special in (False, True))
     places = range(len(around) - len(plain) + 1)
     begin = next((around[:at] for at in places if around[at : at + len(plain)] == plain), [])
     if not text:
