@@ -48,8 +48,8 @@ PROMISED = {
     "from_adapter_to_use": Shows(1, [
         r"base +right: .*pass@4", r"adapter +right: .*pass@4", r"change +[+-]\d+ points",
         "loaded back: logits differ from the adapter's by", "the same text for 1[2-6] of 16 prompts",
-        "no GGUF file: the embedded model 'tiny' cannot be|GGUF read back", "not exported: .*never finished .*--unfinished",
-        "from the checkpoint-2 of a run"], samples=1),
+        "no GGUF file: the embedded model 'tiny' cannot be|GGUF read back",
+        "not exported: .*never finished .*--unfinished", "from the checkpoint-2 of a run"], samples=1),
     "from_model_to_llama_cpp": Shows(0, [
         "installed now: nothing, all was there", "finished: True", r"smollm2-135m-instruct-f16\.gguf: 271 MB",
         "prompt: .*\nllama.cpp: ", "the same answer as the model in training: [1-4] of 4"]),

@@ -117,7 +117,7 @@ def test_a_setting_that_a_recipe_cannot_have_is_refused_before_a_model_is_loaded
 
 @pytest.mark.slow
 def test_pairs_of_its_own_answers_raise_a_models_accuracy_by_more_than_twenty_points(tmp_path: Path) -> None:
-    summary = whole_run("dpo", tmp_path)
+    summary = whole_run("dpo", tmp_path, "train_size=768")
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2
 
 
@@ -130,7 +130,7 @@ def test_a_judge_orders_held_out_pairs_and_its_scores_alone_teach_the_policy_a_f
 
 @pytest.mark.slow
 def test_a_critic_learns_what_prompts_are_paid_and_the_policy_what_answers_are(tmp_path: Path) -> None:
-    summary = whole_run("ppo", tmp_path)
+    summary = whole_run("ppo", tmp_path, "max_steps=36")
     explained = [line["critic/explained_variance"] for line in lines(tmp_path / "metrics.jsonl") if "step_time" in line]
     assert max(explained[:5]) < 0.2 and min(explained[-4:]) > 0.4
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.15

@@ -97,12 +97,13 @@ class JobQueue:
 
     def submit(self, asked: JobRequest, owner: str) -> Job:
         """Put a job into the queue. ValueError if too many of its owner's wait."""
-        self.check_waiting(owner)
         row = vars(asked) | {"options": json.dumps(asked.options), "owner": owner, "state": WAITING, "why": NOT_YET,
                              "goes": 0, "resume": 0, "came": time.time()}
-        with self.database.write() as connection:
-            made = connection.execute(f"INSERT INTO jobs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
-                                      tuple(row.values()))
+        with self.database.lock:  # two requests at once are not both the last that may wait
+            self.check_waiting(owner)
+            with self.database.write() as connection:
+                made = connection.execute(f"INSERT INTO jobs ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
+                                          tuple(row.values()))
         return self.one(int(made.lastrowid or 0))
 
     def check_waiting(self, owner: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -102,6 +103,26 @@ def test_a_users_jobs_that_wait_are_bounded_and_others_may_submit(
     assert [client.post("/jobs", json={"recipe": "arithmetic"}).status_code for _ in range(3)] == [200, 200, 400]
     assert client.post("/jobs/2/cancel").status_code == client.post("/jobs", json={"recipe": "arithmetic"}).status_code
     assert "2 of your jobs wait already" in message(client.post("/jobs/2/resume", json={}))
+
+
+def test_no_other_request_can_submit_between_a_jobs_check_and_its_row(
+    queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, free = queue.database.lock, list[bool]()
+
+    def take() -> None:
+        free.append(lock.acquire(blocking=False))
+        if free[-1]:
+            lock.release()
+
+    def check(_: str) -> None:
+        other = Thread(target=take)
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(queue, "check_waiting", check)
+    queue.submit(JobRequest("arithmetic"), "me")
+    assert free == [False]
 
 
 def test_options_of_a_second_start_are_checked_too(client: TestClient, queue: JobQueue) -> None:
