@@ -305,7 +305,7 @@ class FastPeftModel(FastGeneration, PeftModelForCausalLM):
         folder = folder_at("path", path, ": what save_lora wrote, or a checkpoint")
         check_for(self, folder)
         if not any_base:
-            check_base(folder, self.loaded.name, self.loaded.revision, self.loaded.sha256)
+            check_base(folder, self.loaded.name, self.loaded.revision, self.loaded.sha256, "load_lora")
         return LoraRequest(folder)
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:

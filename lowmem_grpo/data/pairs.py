@@ -234,7 +234,9 @@ def parted(row: Row, whole: bool = False) -> Row | str:
         return made | {name: made[name][len(prompt) :] for name in PAIR if repeated}
     at = min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     at -= at > 0 and chosen[at - 1] == " "
-    if whole and (at or isinstance(chosen, str)):
+    if prompt is not None and not any(prompt.strip() in str(message.get("content")) for message in chosen[:at]):
+        return "prompt is text that no message of both sides has, and chosen is chat messages"
+    if whole:
         return made | {"prompt": chosen[:0]}
     return made | {"prompt": chosen[:at], "chosen": chosen[at:], "rejected": rejected[at:]} if at else \
         "chosen and rejected share no prompt"

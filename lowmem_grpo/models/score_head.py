@@ -21,7 +21,7 @@ from lowmem_grpo.models.trained_set import TrainedWeight, adapter_values
 from lowmem_grpo.runs.adapter_file import PREFIX, SCORE, SEQ_CLS, check_fits, contents_of, is_reward_model, parts_of
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import AdapterError, check_base
-from lowmem_grpo.types import Rollout, RolloutGroup
+from lowmem_grpo.types import Rollout, RolloutGroup, Split
 
 logger = logging.getLogger(__name__)
 SAVED = f"{PREFIX}{SCORE}.weight"  # the head's name in an adapter's file, as PEFT and transformers have it
@@ -119,9 +119,11 @@ def group_to_score(texts: Sequence[list[int]]) -> RolloutGroup:
     trained token of each is one after its end, which no model reads: hidden states (N, D) are those at the ends."""
     columns = enumerate(zip(*texts, strict=False))
     shared = next((place for place, column in columns if len({*column}) > 1), min(map(len, texts)))
+    shared = max(1, shared)  # texts that differ from the first token on are each behind their own
     return RolloutGroup({}, texts[0][:shared], [
         Rollout([*ids[shared:], ids[-1]], [0.0] * (len(ids) - shared + 1), "stop",
-                trained=[False] * (len(ids) - shared) + [True])
+                trained=[False] * (len(ids) - shared) + [True],
+                splits=[] if ids[:shared] == texts[0][:shared] else [Split(0, ids[:shared])])
         for ids in texts])
 
 
@@ -184,7 +186,7 @@ class AdapterSlot:
         loaded = model.loaded
         config, tensors, _ = read_reward_model(folder)
         if not any_base:
-            check_base(folder, loaded.name, loaded.revision, loaded.sha256, "from_adapter")
+            check_base(folder, loaded.name, loaded.revision, loaded.sha256, None if trained else "from_adapter")
         check_fits(model, folder, config, tensors)
         slot = cls(policy, name, config, trained=trained)
         slot.load(folder)

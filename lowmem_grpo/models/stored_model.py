@@ -31,6 +31,8 @@ TINY_TALKS = "tiny-talks"  # plays 2048, asks questions and answers them
 TINY_SHAPES = "tiny-shapes"  # answers questions about pictures
 logger = logging.getLogger(__name__)
 GGUF_OF_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*/.+")
+NO_WEIGHTS = ("no model {0!r}: {1} holds an adapter, and no weights of a model. Name its base, or load both with "
+              "FastLanguageModel.from_pretrained({1!r}); a reward model scores as rewards.from_adapter({1!r})")
 EMBEDDED = (TINY, TINY_GAMES, TINY_INBOX, TINY_TALKS, TINY_SHAPES)
 SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert", "ignore")  # config fields that list unquantized modules
 PLAIN_ONE = ("take the model's checkpoint in 16 bits (in its name there is no {0}), and load it with load_in_4bit=True "
@@ -61,12 +63,13 @@ def resolve(model_name: str) -> str:
         if folder.is_file():
             raise OSError(f"no model {model_name!r}: it is a file; give a folder that holds a config.json, a .gguf "
                           "file, or a name on the hub")
+        if adapter := next((place for place in (folder, folder / "adapter") if is_adapter(place)), None):
+            raise OSError(NO_WEIGHTS.format(model_name, str(adapter)))
         why = "the folder holds no config.json" if folder.is_dir() else \
             f"there is no such folder ({beside(folder)})"
         raise OSError(f"no model {model_name!r}: {why}")
     if is_adapter(folder):
-        raise OSError(f"no model {model_name!r}: the folder holds an adapter, and no weights of a model. Name its "
-                      "base, or load both with FastLanguageModel.from_pretrained(FOLDER)")
+        raise OSError(NO_WEIGHTS.format(model_name, str(folder)))
     return str(folder.absolute())
 
 

@@ -96,14 +96,17 @@ def save_adapter(folder: Path, save: Callable[[Path], None]) -> None:
     remove(aside_of(folder))
 
 
-def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
-    """Verify a checkpoint, restore adapter, optimizer, scheduler and random states in place, and return `state`."""
+def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, scheduler: LRScheduler,
+                    method: str | None = None) -> dict[str, Any]:
+    """Verify a checkpoint, restore adapter, optimizer, scheduler and random states in place, and return `state`.
+    MismatchError for a checkpoint that does not fit, or of another method than `method`, the kind of training."""
     verify(folder)
     with trusted(folder):
         content = json_object((folder / "state.json").read_bytes())
         settings, config = adapter_settings(folder), model.peft_config[checkpoint_state.ADAPTER]
         held = adapter_tensors(model)
         adapter = named_in_model(load_file(folder / ADAPTER_FILE), settings, folder)
+        check_method(folder, content["state"], method)
         check_fits(folder, content, optimizer)
         check_adapter(folder, adapter, held)
         check_scaling(settings, config, folder)
@@ -160,6 +163,14 @@ def load_kept(folder: Path, name: str, held: dict[str, Tensor]) -> dict[str, Ten
         return {}
     check_adapter(folder, {n: t.to(held[n].dtype) if n in held else t for n, t in kept.items()}, held)  # wider averages
     return kept
+
+
+def check_method(folder: Path, state: dict[str, Any], method: str | None) -> None:
+    """Raise MismatchError for a checkpoint of another kind of training; older checkpoints do not say theirs."""
+    if method and (there := state.get("method", method)) != method:
+        raise MismatchError(f"{folder} is a checkpoint of {there}, and this run is {method}, which has another loss, "
+                            "schedule and reference. To go on with its adapter, load it with "
+                            f"FastLanguageModel.from_pretrained({str(folder)!r}), and begin a new run")
 
 
 def check_fits(folder: Path, content: dict[str, Any], optimizer: Optimizer) -> None:

@@ -252,9 +252,9 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
 
 
 def check_base(folder: Path, name: str, revision: str | None, sha256: str | None = None,
-               call: str = "load_lora") -> None:
+               call: str | None = None) -> None:
     """Raise AdapterError if the adapter's record names another base than the model `name` at `revision`, or a GGUF file
-    with another hash than `sha256`. `call` takes `any_base`."""
+    with another hash than `sha256`. `call` is the function of the user that takes `any_base`, if one does."""
     record = base_of_adapter(folder)
     if record.model is None:
         return
@@ -263,9 +263,10 @@ def check_base(folder: Path, name: str, revision: str | None, sha256: str | None
         trained, here = (f"{model}{f', revision {at}' if at else ''}{f', sha256 {digest[:16]}' if digest else ''}"
                          for model, at, digest in ((record.model, record.revision, record.sha256),
                                                    (name, revision, sha256)))
+        file = folder / (BASE_FILE if (folder / BASE_FILE).is_file() else "adapter_config.json")
+        say = f"say so: {call}({str(folder)!r}, any_base=True)" if call else f"write this model's name into {file}"
         raise AdapterError(f"the adapter in {folder} was trained on {trained}, and this model is {here}: load that "
-                           "base, or, if both are the same weights under two names, say so: "
-                           f"{call}({str(folder)!r}, any_base=True)")
+                           f"base, or, if both are the same weights under two names, {say}")
 
 
 def same_model(model: str, other: str) -> bool:

@@ -68,7 +68,7 @@ class Trainer:
             raise TypeError(f"callbacks is a {type(callbacks).__name__}; it must be a list of callbacks")
         self.callbacks = Callbacks([*views, *own, *(callbacks or [])])
         self.journal = Journal(self.state, self.records, self.args, parts.alarms if leads else None, leads)
-        self.saver = Saver(parts, replay, list(self.rewards))
+        self.saver = Saver(parts, replay, list(self.rewards), self.method)
         self.facts = partial(run_facts, parts.args, parts.state, self.told,
                              fixed_facts(self.method, getattr(self, "given_rows", None)))
         self.model.loaded.runs.append((self.facts, parts.state))

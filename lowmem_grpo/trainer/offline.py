@@ -182,8 +182,9 @@ class Predictions:
             for group, rollout in ((each, rollout) for each in groups for rollout in each.rollouts):
                 ids, trained = rollout.completion_ids, rollout.trained or [True] * len(rollout.completion_ids)
                 labels = [token if counts else UNTRAINED for token, counts in zip(ids, trained, strict=True)]
-                row = torch.tensor([[UNTRAINED] * len(group.prompt_ids) + labels], device=model.device)
-                tokens = torch.tensor([[*group.prompt_ids, *ids]], device=model.device)
+                prompt = rollout.splits[0].prompt_ids or [] if rollout.splits else group.prompt_ids  # a side's own
+                row = torch.tensor([[UNTRAINED] * len(prompt) + labels], device=model.device)
+                tokens = torch.tensor([[*prompt, *ids]], device=model.device)
                 own = self.predicted(model, tokens, row), row.cpu().numpy()
                 both = own if both is None else nested_concat(both, own, UNTRAINED)
         metrics = numbers_of(self.compute(EvalPrediction(*both)))

@@ -7,6 +7,7 @@ training. Losses are means over the rows of the whole optimizer step, where TRL'
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from lowmem_grpo.data.pairs import ClosedPairEncoder, pair_groups, read_labelled
 from lowmem_grpo.data.prompts import DataError, Prompt
 from lowmem_grpo.data.stream import StreamSource
 from lowmem_grpo.models.policy import in_float32
+from lowmem_grpo.models.stored_model import resolve
 from lowmem_grpo.runs.views.live import PreferenceView
 from lowmem_grpo.trainer.offline import OfflineTrainer, Predictions, limit_of
 from lowmem_grpo.trainer.parts import TrainedModel, bring_model
@@ -209,12 +211,19 @@ class KTOTrainer(ReferredTrainer):
         return groups
 
     def another_prompt(self, group: RolloutGroup) -> list[int]:
-        """Return the first other prompt of the rows, for the only row of a step."""
-        rows = () if isinstance(self.source, StreamSource) else self.source.dataset
+        """Return the first other prompt of the rows, for the only row of a step; its own if none is known, as in TRL.
+        DataError if there is only one row."""
+        if isinstance(self.source, StreamSource):
+            self.encoder.say_once("the KL term reads the only row of a step behind its own prompt, as TRL does: a "
+                                  "stream has no other row to ask for. A step of several rows has others")
+            return group.prompt_ids
+        rows = self.source.dataset
         for index in range(len(rows)):
             item = self.encoder.encode(rows[index])
             if isinstance(item, Prompt) and item.ids != group.prompt_ids:
                 return item.ids
+        if len(rows) > 1:
+            return group.prompt_ids
         raise DataError("the KL term of loss_type 'kto' reads each completion behind the prompt of another row, and "
                         "all rows have the same prompt; add others, or take loss_type='apo_zero_unpaired'")
 
@@ -230,7 +239,7 @@ def set_reference(trained: TrainedModel, ref_model: Any, moves: bool) -> None:
                         "parameter is ref_model, as in TRL: write args=..., train_dataset=...")
     if not is_base(getattr(ref_model, "inner", ref_model), trained):
         named = repr(ref_model) if isinstance(ref_model, str) else f"a {type(ref_model).__name__}"
-        raise ValueError(f"ref_model is {named} with other weights than the model's base; the "
+        raise ValueError(f"ref_model is {named}, which by its name or its weights is not the model's base; the "
                          "reference is the model itself, without its adapter or with the adapter that it has now. "
                          "Leave ref_model out, or load the model from what ref_model was loaded from")
     logger.warning("ref_model is the model's own base: the model without its adapter is the reference, and ref_model "
@@ -243,7 +252,8 @@ def is_base(ref_model: Any, trained: TrainedModel) -> bool:
     """Return whether `ref_model` is the base of the trained model: its name, or a model with its name, its norms, and
     the first row of each matrix that both hold in the same form."""
     if isinstance(ref_model, str):
-        return ref_model == trained.model.loaded.name
+        places = [Path(resolve(name)).resolve() for name in (ref_model, trained.model.loaded.name)]
+        return places[0] == places[1]
     own = {name.replace(".base_layer.", "."): value for name, value in trained.policy.base.named_parameters()}
     names = {getattr(model.config, "_name_or_path", None) for model in (ref_model, trained.policy.base)}
     pairs = [(own[name], value) for name, value in ref_model.named_parameters()

@@ -28,9 +28,11 @@ class Saver:
     """Writes the checkpoints of a run, and restores the run from a checkpoint."""
 
     def __init__(
-        self, parts: TrainerParts, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = ()
+        self, parts: TrainerParts, replay: ReplayBuffer | None = None, reward_names: Sequence[str] = (),
+        method: str | None = None,
     ) -> None:
-        """`replay` and `reward_names` are given only for runs that sample."""
+        """`replay` and `reward_names` are given only for runs that sample; `method` is the kind of training."""
+        self.method = method or "grpo"
         self.records, self.run_dir = parts.records, parts.records.run_dir
         self.config, self.model = parts.args, parts.model
         self.learner, self.source, self.state, self.memory = parts.learner, parts.source, parts.state, parts.memory
@@ -144,7 +146,8 @@ class Saver:
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint, and warn of record files that lack lines from before the checkpoint."""
-        saved = checkpoint.load_checkpoint(folder, self.model, self.learner.optimizer, self.learner.scheduler)
+        saved = checkpoint.load_checkpoint(folder, self.model, self.learner.optimizer, self.learner.scheduler,
+                                           self.method)
         with checkpoint.trusted(folder, DataError, RecordError):
             self.restore(saved)
             self.restore_reference(folder, saved)
@@ -176,7 +179,8 @@ class Saver:
     def snapshot(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self.state).items() if name != "log_history"}
         return {"trainer": state, "source": self.source.state(), "scaler": self.learner.scaler.state_dict(),
-                "config": self.settings, "memory": self.memory.state(), "objective": self.learner.objective.state(),
+                "method": self.method, "config": self.settings, "memory": self.memory.state(),
+                "objective": self.learner.objective.state(),
                 "beside": self.learner.beside()[0],
                 "replay": self.replay.state() if self.replay.entries else [],
                 "records": dict(self.records.lines), "threads": torch.get_num_threads(),

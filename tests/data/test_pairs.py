@@ -60,7 +60,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": 5}, "prompt is int, not text or chat"),
     ({"prompt": [ASK], "chosen": [{"role": "assistant", "content": " "}], "rejected": [TWO]}, "no message of chosen"),
     ({"prompt": [ASK], "chosen": [TWO], "rejected": [{"content": "3"}]}, "message 1 of rejected has no role"),
-    ({"prompt": None, "chosen": [ASK, TWO], "rejected": [OTHER, TWO]}, "chosen and rejected share no prompt"),
+    ({"prompt": "1 + 1?", "chosen": [TWO], "rejected": [THREE]}, "prompt is text that no message of both sides has"),
+    ({"prompt": "Talk like a pirate", "chosen": [ASK, TWO], "rejected": [ASK, THREE]}, "prompt is text that no mess"),
 ]
 
 
@@ -68,6 +69,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *((function, PROMPTED | row, reason) for function in (read_pairs, read_scored) for row, reason in BAD),
     (read_pairs, PROMPTED | {"prompt": ""}, "empty prompt"), (read_pairs, PROMPTED | {"prompt": []}, "empty prompt"),
     (read_pairs, {"chosen": "Yes", "rejected": "No"}, "chosen and rejected share no prompt"),
+    (read_pairs, {"chosen": [ASK, TWO], "rejected": [OTHER, TWO]}, "chosen and rejected share no prompt"),
     (read_pairs, PROMPTED | {"prompt": "a " * 99}, "no token of chosen is trained within max_length"),
     (read_pairs, PROMPTED | {"chosen": "a" + " b" * 99, "rejected": "a" + " b" * 98}, "equal within max_length"),
     (read_scored, PROMPTED | {"rejected": "a " * 99}, "rejected longer than 64 tokens"),
@@ -144,6 +146,14 @@ def test_sides_whose_first_letters_join_the_prompts_only_token_have_prompts_of_t
     lengths = sorted(len(side.input_ids) - 1 for side in (pair.chosen, pair.rejected))
     assert sorted((batch.cu_seqlens.diff()).tolist()) == lengths
     assert len(batch.trained) == len(pair.chosen.completion_ids) + len(pair.rejected.completion_ids)
+
+
+@every_row(("chosen", "rejected"), [([ASK, TWO], [OTHER, TWO]), ([TWO], [THREE]), ([ASK, TWO], [TWO])])
+def test_a_reward_model_leaves_out_chats_that_share_no_message(chosen: Any, rejected: Any) -> None:
+    pair = encoded(read_scored, {"chosen": chosen, "rejected": rejected})
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY)
+    assert [side.input_ids for side in pair.parts] == [
+        tokenizer.apply_chat_template(side, return_dict=False) for side in (chosen, rejected)]
 
 
 @every_row(("chosen", "rejected"), [("Yes", "No"), ("abc", "abcd"), ("a\n", "a\nb"), ("x", "y")])

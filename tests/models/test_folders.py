@@ -188,3 +188,7 @@ def test_an_adapter_beside_a_config_alone_loads_as_base_and_adapter(folder: Path
     assert model.fast_generate("Start", lora_request=model.current_lora())
     with pytest.raises(OSError, match="holds an adapter, and no weights of a model"):
         find(str(tmp_path / "adapter"))
+    (tmp_path / "adapter" / "config.json").unlink()
+    for given in (tmp_path, tmp_path / "adapter"):  # a run, and its adapter as PEFT leaves it
+        with pytest.raises(OSError, match=r"/adapter holds an adapter, .*; a reward model scores as rewards.from_adap"):
+            find(str(given))

@@ -66,12 +66,12 @@ def made_by_peft(base: Path, folder: Path, rank: int = 2, names: Any = NAMES, **
 
 
 @torch.no_grad()
-def scores_alone(model: Any) -> Tensor:
-    return torch.stack([model(input_ids=torch.tensor([ids])).logits[0, 0] for ids in TEXTS])
+def scores_alone(model: Any, texts: list[list[int]] = TEXTS) -> Tensor:
+    return torch.stack([model(input_ids=torch.tensor([ids])).logits[0, 0] for ids in texts])
 
 
-def scores_packed(policy: Policy, head: Head) -> Tensor:
-    group = group_to_score(TEXTS)
+def scores_packed(policy: Policy, head: Head, texts: list[list[int]] = TEXTS) -> Tensor:
+    group = group_to_score(texts)
     (batch,) = pack([group])
     scores = score_of_hidden(head, policy.at_trained(batch)[0])  # the longest first
     places = {id(rollout): place for place, rollout in enumerate(batch.rollouts)}
@@ -87,6 +87,16 @@ def test_a_slot_scores_as_peft_whose_reward_model_it_loads(tmp_path: Path, famil
     with torch.no_grad(), slot.active():
         assert (scores_packed(policy, policy.head) - scores_alone(theirs)).abs().max() < 1e-5
     assert slot.nbytes == sum(each.nbytes for each in load_file(tmp_path / "reward/adapter_model.safetensors").values())
+
+
+def test_texts_that_differ_from_their_first_token_on_have_no_score(tmp_path: Path) -> None:
+    base = saved_base(tmp_path / "base")
+    theirs = made_by_peft(base, tmp_path / "reward")
+    policy = Policy(our_model(base))
+    slot = AdapterSlot.of_folder(policy, "reward", tmp_path / "reward")
+    texts = [[5, 6, 7], [8, 6, 7, 2], [5], [9]]
+    with torch.no_grad(), slot.active():
+        assert (scores_packed(policy, policy.head, texts) - scores_alone(theirs, texts)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("gemma3_text", True)])

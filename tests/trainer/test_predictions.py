@@ -74,6 +74,23 @@ def test_of_pairs_each_side_is_a_row_of_predictions(trainer: Any, config: Any, t
     assert all(side in text for text, side in zip(said, wanted, strict=True))
 
 
+def test_a_side_is_read_behind_the_other_sides_prompt(tmp_path: Path) -> None:
+    """Its first letters join the prompt's only token, so each side has another first token."""
+    seen: list[EvalPrediction] = []
+    row = {"prompt": "St", "chosen": "art with 3", "rejected": "op it"}
+    args = DPOConfig(output_dir=str(tmp_path), max_length=128, disable_tqdm=True)
+    made = DPOTrainer("tiny", args=args, train_dataset=[row] * 2, eval_dataset=[row],
+                      compute_metrics=lambda given: seen.append(given) or {"mine": 0.5})
+    made.evaluate()
+    (given,) = seen
+    plain, tokenizer = AutoModelForCausalLM.from_pretrained(TINY).eval(), AutoTokenizer.from_pretrained(TINY)
+    for logits, side in zip(given.predictions, ("chosen", "rejected"), strict=True):
+        ids = [*tokenizer(row["prompt"] + row[side], add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        with torch.no_grad():
+            wanted = plain(torch.tensor([ids])).logits[0].numpy()
+        numpy.testing.assert_allclose(logits[: len(ids)], wanted, atol=1e-4)
+
+
 def test_logits_may_become_ids_first_and_the_metric_decides_which_checkpoint_is_best(tmp_path: Path) -> None:
     def likely(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         assert logits.shape[:2] == labels.shape

@@ -17,16 +17,21 @@ from lowmem_grpo import (
     DPOConfig,
     DPOTrainer,
     FastLanguageModel,
+    GRPOConfig,
+    GRPOTrainer,
     KTOConfig,
     KTOTrainer,
     ORPOConfig,
     ORPOTrainer,
     PatchDPOTrainer,
+    SFTConfig,
+    SFTTrainer,
 )
 from lowmem_grpo.data.prompts import DataError
 from lowmem_grpo.models.packing import pack
+from lowmem_grpo.models.stored_model import resolve
 from lowmem_grpo.runs.records import read_lines
-from lowmem_grpo.runs.saved_adapter import list_checkpoints
+from lowmem_grpo.runs.saved_adapter import MismatchError, list_checkpoints
 from lowmem_grpo.types import RolloutGroup
 
 KINDS: dict[str, Any] = {"dpo": (DPOTrainer, DPOConfig), "orpo": (ORPOTrainer, ORPOConfig),
@@ -149,11 +154,13 @@ def test_a_reference_model_is_refused_unless_it_is_the_models_own_base(
     for changed in (base.model.layers[0].self_attn.q_proj, base.model.norm):
         kept = changed.weight.data.clone()
         changed.weight.data.mul_(1.01)
-        with pytest.raises(ValueError, match=r"ref_model is a Qwen2ForCausalLM with other weights .* Leave ref_model"):
+        with pytest.raises(ValueError, match=r"ref_model is a Qwen2ForCausalLM, which by .* Leave ref_model"):
             make("dpo", tmp_path, model=model, ref_model=base)
         changed.weight.data = kept
-    with pytest.raises(ValueError, match="ref_model is 'another' with other weights"):
+    with pytest.raises(ValueError, match="ref_model is 'another', which by its name or its weights is not the model's"):
         make("dpo", tmp_path, model=model, ref_model="another")
+    place = f"{resolve(model.loaded.name)}/../{Path(resolve(model.loaded.name)).name}"
+    assert not make("dpo", tmp_path, model=copy.deepcopy(model), ref_model=place).policy.reference_adapter
     with pytest.raises(ValueError, match="ref_model is the model itself, which changes in training"):
         make("kto", tmp_path, model=model, ref_model=model)
     with pytest.raises(TypeError, match=r"ref_model is a DPOConfig, .* write args="):
@@ -231,6 +238,37 @@ def test_a_single_row_has_no_other_prompt_and_is_refused_and_an_epochs_last_row_
     other = trainer.encoder.encode(rows[0])
     assert last.rollouts[0].fields["next_prompt"] == other.ids != last.prompt_ids
     assert trainer.update([last])["kl"] >= 0
+
+
+def test_a_stream_or_rows_of_one_prompt_end_a_run_of_kto_at_a_step_of_one_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": bool(place % 2)}
+            for place, row in enumerate([*ROWS, ROWS[0]])]
+    streamed = make("kto", tmp_path / "a", lambda: iter(rows), eval_dataset=rows[:1], max_steps=4)
+    streamed.train()
+    assert streamed.state.global_step == 4 and "behind its own prompt, as TRL does" in caplog.text
+    alike = [row | {"prompt": "One?"} for row in rows[:4]]
+    trainer = make("kto", tmp_path / "b", alike, max_steps=4)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+@pytest.mark.parametrize(("before", "now"), [("dpo", "orpo"), ("orpo", "kto"), ("sft", "dpo"), ("kto", "grpo")])
+def test_a_checkpoint_of_another_method_is_resumed(before: str, now: str, tmp_path: Path) -> None:
+    made = {"sft": lambda folder: SFTTrainer(load(), [{"text": "a b c"}] * 4, args=SFTConfig(
+                output_dir=str(folder), max_steps=1, per_device_train_batch_size=2, disable_tqdm=True)),
+            "grpo": lambda folder: GRPOTrainer(load(), lambda completions, **_: [0.0] * len(completions), GRPOConfig(
+                output_dir=str(folder), max_steps=2, per_device_train_batch_size=4, num_generations=2,
+                max_completion_length=4, disable_tqdm=True), [{"prompt": row["prompt"]} for row in ROWS])}
+    trainers = [made[kind](tmp_path / kind) if kind in made else make(kind, tmp_path / kind, max_steps=1)
+                for kind in (before, now)]
+    trainers[0].train()
+    (saved,) = list_checkpoints(tmp_path / before)
+    weights = adapter_of(trainers[1].model)
+    with pytest.raises(MismatchError, match=rf"is a checkpoint of {before}, and this run is {now}, .*from_pretrained"):
+        trainers[1].train(resume_from_checkpoint=str(saved))
+    assert same(weights, adapter_of(trainers[1].model)) and trainers[1].state.global_step == 0
 
 
 def test_orpo_would_compute_a_pairs_prompt_twice_or_train_it_twice(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ class Check:
     look: Callable[[Subject], Iterable[Finding]]
     with_sft: bool = True  # it also applies to SFTTrainer
     of_rows: bool = False  # it looks at the rows of a dataset, which not every trainer has
+    method: str | None = None  # the only kind of training that it applies to
 
     @property
     def finds(self) -> str:
@@ -101,7 +102,8 @@ class Check:
         return told.removeprefix("Find ").removeprefix("that ").removesuffix(".")
 
     def fits(self, subject: Subject) -> bool:
-        return (self.with_sft or subject.does_sampling) and not (self.of_rows and subject.without_rows)
+        return ((self.with_sft or subject.does_sampling) and not (self.of_rows and subject.without_rows)
+                and self.method in (None, subject.method))
 
 
 CHECKS = (
@@ -110,6 +112,7 @@ CHECKS = (
     Check("prompt lengths", "error", prompts.too_long),
     Check("few rows", "warning", prompts.few_rows, with_sft=False, of_rows=True),
     Check("duplicates", "warning", prompts.alike, with_sft=False, of_rows=True),
+    Check("labels", "warning", prompts.unequal_labels, method="kto"),
     Check("generation prompt", "warning", template.no_generation_prompt),
     Check("dropped messages", "warning", template.left_out),
     Check("answers without an end", "error", template.endless),

@@ -18,6 +18,7 @@ SECONDS = 0.3  # after one block, no further rows are compared once this time ha
 CUT_FIX = {False: "truncate_prompts=True", True: "truncation_mode='keep_start'"}  # in GRPO, in fine-tuning
 SMALLER = "from_pretrained(max_pixels=...) makes images smaller, and no prompt with images is cut"
 USUAL_STEPS, USUAL_ROWS = 300, 500
+BALANCE = (0.75, 1.75)  # KTO's equation 8 wants weights times numbers of the labels at 1 to 4/3; a sample is less exact
 
 
 def unreadable(subject: Subject) -> Iterator[Finding]:
@@ -171,3 +172,19 @@ def small_scale(subject: Subject) -> Iterator[Finding]:
     if few:
         yield Finding("note", "", f"the run has {' and '.join(few)}",
                       f"use more before you conclude that a {'reward' if subject.rewards else 'teacher'} does not work")
+
+
+def unequal_labels(subject: Subject) -> Iterator[Finding]:
+    """Find rows of which one label outweighs the other by far, in KTO (arXiv 2402.01306, equation 8)."""
+    labels = Counter(bool(looked.row.get("label")) for looked in subject.sample.usable)
+    weights = {True: subject.args.desirable_weight, False: subject.args.undesirable_weight}
+    if not labels:
+        return
+    if missing := [label for label in weights if not labels[label]]:
+        yield Finding("warning", "", f"{subject.sample.share(labels[not missing[0]])} have label {not missing[0]}, and "
+                      "KTO learns from both labels", f"add rows with label {missing[0]}")
+    elif not BALANCE[0] <= (balance := labels[True] * weights[True] / (labels[False] * weights[False])) <= BALANCE[1]:
+        yield Finding("warning", "", f"label True outweighs label False by {balance:.2f} to 1 (rows times desirable_"
+                      "weight, to rows times undesirable_weight); KTO's paper wants 1 to 1.33",
+                      f"set desirable_weight={weights[True] / balance:.2g}, or undesirable_weight="
+                      f"{weights[False] * balance:.2g}")

@@ -139,6 +139,7 @@ class Subject:
         self.sample = self.template_sample() if self.without_rows else self.sample_of(source.dataset, source.encoder)
         self.chats = [looked for looked in self.sample.usable if is_chat(looked.row.get("prompt"))]
         self.does_sampling: bool = trainer.does_sampling  # False in fine-tuning
+        self.method: str | None = trainer.method  # the kind of training
         self.rewards = list(trainer.rewards)  # their names
         self.scorer: RewardScorer | None = getattr(trainer, "scorer", None)  # None where no function is called
         self.functions = [] if self.scorer is None else list(self.scorer.by_name.items())

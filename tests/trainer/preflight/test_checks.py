@@ -18,6 +18,8 @@ from lowmem_grpo import (
     DistillationConfig,
     DistillationTrainer,
     GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     SamplingParams,
     SDFTConfig,
     SDFTTrainer,
@@ -324,6 +326,25 @@ def with_template(trainer: Callable[..., Any], template: str | None = "") -> Bui
 def sdft(make: Any, context: str, most: int = 10_240) -> SDFTTrainer:
     config = SDFTConfig(output_dir=str(make().run_dir), max_reprompt_len=most, **SMALL)
     return SDFTTrainer(load(max_seq_length=128), config, [{**row, "privileged_context": context} for row in ROWS])
+
+
+def kto(make: Any, labels: str, **weights: float) -> KTOTrainer:
+    rows = [{"prompt": f"How much is {place}?", "completion": " 7", "label": label == "+"}
+            for place, label in enumerate(labels)]
+    config = KTOConfig(output_dir=str(make().run_dir), max_length=128, disable_tqdm=True, **weights)
+    return KTOTrainer(load(max_seq_length=128), args=config, train_dataset=rows)
+
+
+@case("labels", "warning", r"^all 8 rows have label True, and KTO learns from both labels\. What to do: add rows with "
+                           r"label False")
+def one_label(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return kto(make, "++++++++")
+
+
+@case("labels", "warning", r"^label True outweighs label False by 8\.00 to 1 .*set desirable_weight=0\.25, or undesira"
+                           r"ble_weight=8$")
+def rare_label(make: Any, tokenizer: Any, patch: Any) -> Any:
+    return kto(make, "++++-", desirable_weight=2.0)
 
 
 @case("the teacher's prompts", "warning",
