@@ -47,7 +47,8 @@ REFUSED = {  # parameters of their trainers, and what to do instead
     "prompt_template": "make the column `prompt` with dataset.map(...)",
 }
 PADDING = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding",
-           "DataCollatorWithFlattening", "DefaultDataCollator", "default_data_collator")  # they only pad
+           "DataCollatorWithFlattening", "DefaultDataCollator", "default_data_collator",
+           "DataCollatorForPreference", "DataCollatorForUnpairedPreference", "DPODataCollatorWithPadding")  # only pad
 OUR_ORDER = ("train_dataset", "args", "processing_class", "eval_dataset")
 TRLS_ORDER = ("args", "data_collator", "train_dataset", "eval_dataset", "processing_class")
 
@@ -140,8 +141,9 @@ def refuse(name: str, value: Any, trainer: type) -> None:
 def only_pads(collator: Any) -> bool:
     """Return whether a collator of transformers or TRL would only pad rows, which is needless as rows are packed."""
     kind = collator if inspect.isfunction(collator) else type(collator)
+    cuts = hasattr(collator, "truncation_mode") and collator.max_length is not None  # one of preferences may
     return (kind.__module__.partition(".")[0] in ("transformers", "trl") and kind.__name__ in PADDING
-            and not getattr(collator, "mlm", False))
+            and not getattr(collator, "mlm", False) and not cuts)
 
 
 def check_model(model: Any, trainer: type) -> None:

@@ -240,6 +240,14 @@ def test_a_single_row_has_no_other_prompt_and_is_refused_and_an_epochs_last_row_
     assert trainer.update([last])["kl"] >= 0
 
 
+def test_trls_own_collator_is_refused_or_one_that_cuts_is_taken(tmp_path: Path) -> None:
+    config = DPOConfig(output_dir=str(tmp_path), max_length=128, disable_tqdm=True)
+    collators = pytest.importorskip("trl.trainer.dpo_trainer").DataCollatorForPreference
+    DPOTrainer(load(), args=config, train_dataset=ROWS, data_collator=collators(pad_token_id=0))
+    with pytest.raises(ValueError, match=r"data_collator \(DataCollatorForPreference\) is not supported"):
+        DPOTrainer(load(), args=config, train_dataset=ROWS, data_collator=collators(pad_token_id=0, max_length=9))
+
+
 def test_a_stream_or_rows_of_one_prompt_end_a_run_of_kto_at_a_step_of_one_row(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
