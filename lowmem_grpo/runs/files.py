@@ -175,11 +175,18 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def write_new(path: Path, text: str, errors: str = "strict") -> None:
+    """Write a text to a new file, in place of what has its name: a link there may lead anywhere, and goes."""
+    remove(path)
+    with path.open("x", encoding="utf-8", errors=errors) as file:
+        file.write(text)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: to a temporary file, fsynced and then renamed. After an error the file is as before."""
     aside = path.with_name(f".{path.name}.tmp")
     try:
-        aside.write_text(text, "utf-8")
+        write_new(aside, text)
         flush(aside)
         move(aside, path)
     except BaseException:

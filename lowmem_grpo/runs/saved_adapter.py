@@ -70,9 +70,10 @@ def check_adapter_folder(folder: Path) -> None:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing; the folder is not a whole adapter"
                                   f"{inner_adapters(folder)}")
-    if leads_out(folder, ADAPTER_FILE):
-        raise CheckpointError(f"{folder / ADAPTER_FILE} is a link to a file outside of its folder; put the file itself "
-                              "into the folder")
+    links = [path for path in sorted(folder.iterdir()) if path.is_symlink() and path.is_file()]
+    if outside := [path for path in links if leads_out(folder, path.name)]:  # an export would copy it
+        raise CheckpointError(f"{outside[0]} is a link to a file outside of its folder; put the file itself into the "
+                              "folder")
 
 
 def inner_adapters(folder: Path) -> str:
@@ -113,8 +114,11 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     try:
         listed = json_object(path.read_bytes())["files"]
         files = {name: {"size": int(entry["size"]), "sha256": entry["sha256"]} for name, entry in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is truncated or altered ({error!r}); use an older checkpoint") from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{path} is truncated or altered ({error!r:.200}); use an older checkpoint") from error
+    if outside := [name for name in files if leads_out(folder, name)]:
+        raise CheckpointError(f"{path} is altered: it lists {outside[0]!r:.80}, which is no file of its folder; use an "
+                              "older checkpoint")
     absent = [name for name in FILES if name not in files]
     if absent:
         raise CheckpointError(f"{path} is altered: it does not list {absent[0]}; use an older checkpoint")

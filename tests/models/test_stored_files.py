@@ -132,14 +132,28 @@ def test_a_file_of_weights_that_is_a_link_out_of_its_folder_is_not_read(
             read(model)
 
 
-def test_an_adapter_that_is_a_link_out_of_its_folder_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "chat_template.jinja", "README.md", "tokenizer.json"])
+def test_an_adapters_file_that_is_a_link_out_of_its_folder_is_read(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     folder.mkdir()
-    (tmp_path / "secret.safetensors").touch()
+    (tmp_path / "secret").touch()
     (folder / "adapter_config.json").write_text("{}")
-    (folder / "adapter_model.safetensors").symlink_to("../secret.safetensors")
-    with pytest.raises(CheckpointError, match="is a link to a file outside of its folder"):
+    (folder / "adapter_model.safetensors").touch()
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../secret")
+    with pytest.raises(CheckpointError, match=f"{name} is a link to a file outside of its folder"):
         find_adapter(folder)
+
+
+def test_links_of_the_hubs_cache_and_within_the_folder_are_refused(tmp_path: Path) -> None:
+    folder, blobs = tmp_path / "models--a--b" / "snapshots" / "1", tmp_path / "models--a--b" / "blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors", "README.md"):
+        (blobs / name).write_text("{}")
+        (folder / name).symlink_to(f"../../blobs/{name}")
+    (folder / "chat_template.jinja").symlink_to("README.md")
+    assert find_adapter(folder).folder == folder
 
 
 @pytest.mark.parametrize("state", ["[" * 10**5, "{", "[]", "{}", '{"shape": [2], "blocksize": "x"}',

@@ -250,6 +250,19 @@ def test_another_format_and_a_manifest_that_lists_too_little_are_refused(
         checkpoint.verify(folder)
 
 
+@pytest.mark.parametrize(("name", "size"), [
+    ("/proc/kmsg", 0), ("../secret", 4), ("../" * 20 + "etc/hostname", 1), ("state.json", float("inf")),
+])
+def test_a_manifest_leads_out_of_its_folder_or_has_a_size_that_is_none(name: str, size: float, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("mine")
+    folder = training(1).save(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = {"size": size, "sha256": "x"}
+    (folder / "manifest.json").write_text(json.dumps(manifest).replace("Infinity", "1e999"))
+    with pytest.raises(CheckpointError, match=r"manifest.json is (altered: it lists .* no file of|truncated or alt)"):
+        checkpoint.verify(folder)
+
+
 class Trap:
     """Unpickling this ends the test run."""
 

@@ -19,6 +19,7 @@ from lowmem_grpo.models.export.folder import Exported, ExportError, check_disk, 
 from lowmem_grpo.runs import files, lock
 from lowmem_grpo.runs.files import lock_file
 from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.runs.views.report import write_report
 
 # Linux's manual pages and reports of such folders name these.
 ABSENT = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
@@ -194,3 +195,21 @@ def test_an_interrupted_card_leaves_the_earlier_one(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         files.write_card(tmp_path, "second, and a character that no file can have: \ud800")
     assert (tmp_path / files.CARD).read_text() == before and [*tmp_path.iterdir()] == [tmp_path / files.CARD]
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "folder"])
+def test_a_strangers_link_in_place_of_a_temporary_file_leads_a_write_elsewhere(kind: str, tmp_path: Path) -> None:
+    run, secret = tmp_path / "run", tmp_path / "secret"
+    run.mkdir()
+    secret.write_text("mine")
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    for aside in (run / ".summary.json.tmp", run / "report.html.partial"):
+        if kind == "folder":
+            aside.mkdir()
+        else:
+            aside.symlink_to(secret if kind == "link" else tmp_path / "new")
+    files.write_whole(run / "summary.json", "{}")
+    write_report(run)
+    assert secret.read_text() == "mine" and sorted(path.name for path in tmp_path.iterdir()) == ["run", "secret"]
+    assert (run / "summary.json").read_text() == "{}" and not (run / "report.html").is_symlink()
+    assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", "report.html", "summary.json"]

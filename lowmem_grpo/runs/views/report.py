@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lowmem_grpo.runs.accuracy import KINDS
-from lowmem_grpo.runs.files import move
+from lowmem_grpo.runs.files import move, write_new
 from lowmem_grpo.runs.records import COMPLETIONS, METRICS, PICTURES, REPORT, SUMMARY, json_object, read_lines
 from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.runs.views.chart import LINES, css, even_places, how_smoothed
@@ -62,7 +62,7 @@ def write_report(run_dir: Path) -> Path:
                            len(completions), count_alarms(rows), folder=run_dir / PICTURES)
     report, partial = run_dir / REPORT, run_dir / f"{REPORT}.partial"
     shown = from_summary(lambda summary: content(snapshot, summary), summary)
-    partial.write_text(one_file(shown), encoding="utf-8", errors="replace")
+    write_new(partial, one_file(shown), errors="replace")
     move(partial, report)
     return report
 
