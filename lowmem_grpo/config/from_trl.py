@@ -141,7 +141,7 @@ def refuse(name: str, value: Any, trainer: type) -> None:
 def only_pads(collator: Any) -> bool:
     """Return whether a collator of transformers or TRL would only pad rows, which is needless as rows are packed."""
     kind = collator if inspect.isfunction(collator) else type(collator)
-    cuts = hasattr(collator, "truncation_mode") and collator.max_length is not None  # one of preferences may
+    cuts = hasattr(collator, "truncation_mode") and getattr(collator, "max_length", None) is not None
     return (kind.__module__.partition(".")[0] in ("transformers", "trl") and kind.__name__ in PADDING
             and not getattr(collator, "mlm", False) and not cuts)
 

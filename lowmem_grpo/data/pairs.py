@@ -208,6 +208,13 @@ def shared_length(one: Any, other: Any) -> int:
     return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
 
+def said(message: Any) -> str:
+    """Return the text of a message, whose content is text or parts; "" if it has none, as a broken one."""
+    content = message.get("content") if isinstance(message, dict) else None
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return " ".join(str(part.get("text")) for part in parts if isinstance(part, dict))
+
+
 def told(row: Row, names: tuple[str, ...]) -> Row:
     """Return a row whose columns `names` are read: ShareGPT's messages, and a text that answers chat messages."""
     made = row | {name: messages_of(row, name) for name in names}
@@ -234,7 +241,7 @@ def parted(row: Row, whole: bool = False) -> Row | str:
         return made | {name: made[name][len(prompt) :] for name in PAIR if repeated}
     at = min(shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     at -= at > 0 and chosen[at - 1] == " "
-    if prompt is not None and not any(prompt.strip() in str(message.get("content")) for message in chosen[:at]):
+    if prompt and prompt.strip() and not any(prompt.strip() in said(message) for message in chosen[:at]):
         return "prompt is text that no message of both sides has, and chosen is chat messages"
     if whole:
         return made | {"prompt": chosen[:0]}

@@ -168,8 +168,8 @@ def load_kept(folder: Path, name: str, held: dict[str, Tensor]) -> dict[str, Ten
 def check_method(folder: Path, state: dict[str, Any], method: str | None) -> None:
     """Raise MismatchError for a checkpoint of another kind of training; older checkpoints do not say theirs."""
     if method and (there := state.get("method", method)) != method:
-        raise MismatchError(f"{folder} is a checkpoint of {there}, and this run is {method}, which has another loss, "
-                            "schedule and reference. To go on with its adapter, load it with "
+        raise MismatchError(f"{folder} is a checkpoint of {there!r:.40}, and this run is {method!r}, which has "
+                            "another loss, schedule and reference. To go on with its adapter, load it with "
                             f"FastLanguageModel.from_pretrained({str(folder)!r}), and begin a new run")
 
 

@@ -252,8 +252,11 @@ def is_base(ref_model: Any, trained: TrainedModel) -> bool:
     """Return whether `ref_model` is the base of the trained model: its name, or a model with its name, its norms, and
     the first row of each matrix that both hold in the same form."""
     if isinstance(ref_model, str):
-        places = [Path(resolve(name)).resolve() for name in (ref_model, trained.model.loaded.name)]
-        return places[0] == places[1]
+        base = trained.model.loaded.name
+        try:
+            return ref_model == base or Path(resolve(ref_model)).resolve() == Path(resolve(base)).resolve()
+        except OSError:  # one is the path of no model, or of one that is gone
+            return False
     own = {name.replace(".base_layer.", "."): value for name, value in trained.policy.base.named_parameters()}
     names = {getattr(model.config, "_name_or_path", None) for model in (ref_model, trained.policy.base)}
     pairs = [(own[name], value) for name, value in ref_model.named_parameters()

@@ -43,6 +43,7 @@ PROMPTED: dict[str, Any] = {"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3
     ({"prompt": [ASK], "chosen": "2", "rejected": [THREE]}, ("?", f"2{END}\n", f"3{END}\n")),  # a text that answers
     ({"prompt": "1 + 1?", "chosen": [ASK, TWO], "rejected": [ASK, THREE]}, ("?", f"2{END}\n", f"3{END}\n")),
     ({"prompt": [ASK], "chosen": [ASK, TWO], "rejected": [ASK, THREE]}, ("?", f"2{END}\n", f"3{END}\n")),
+    ({"prompt": " ", "chosen": [ASK, TWO], "rejected": [ASK, THREE]}, ("?", f"2{END}\n", f"3{END}\n")),
     ({"chosen": [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}], "rejected": [ASK, THREE]},
      ("?", f"2{END}\n", f"3{END}\n")),
 ])
@@ -61,6 +62,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [ASK], "chosen": [{"role": "assistant", "content": " "}], "rejected": [TWO]}, "no message of chosen"),
     ({"prompt": [ASK], "chosen": [TWO], "rejected": [{"content": "3"}]}, "message 1 of rejected has no role"),
     ({"prompt": "1 + 1?", "chosen": [TWO], "rejected": [THREE]}, "prompt is text that no message of both sides has"),
+    ({"prompt": "1 + 1?", "chosen": ["a", "b"], "rejected": ["a", "c"]}, "prompt is text that no message of both"),
     ({"prompt": "Talk like a pirate", "chosen": [ASK, TWO], "rejected": [ASK, THREE]}, "prompt is text that no mess"),
 ]
 

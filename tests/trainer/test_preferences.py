@@ -274,7 +274,7 @@ def test_a_checkpoint_of_another_method_is_resumed(before: str, now: str, tmp_pa
     trainers[0].train()
     (saved,) = list_checkpoints(tmp_path / before)
     weights = adapter_of(trainers[1].model)
-    with pytest.raises(MismatchError, match=rf"is a checkpoint of {before}, and this run is {now}, .*from_pretrained"):
+    with pytest.raises(MismatchError, match=rf"checkpoint of '{before}', and this run is '{now}', .*from_pretrained"):
         trainers[1].train(resume_from_checkpoint=str(saved))
     assert same(weights, adapter_of(trainers[1].model)) and trainers[1].state.global_step == 0
 

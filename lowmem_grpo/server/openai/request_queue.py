@@ -80,8 +80,10 @@ class RequestQueue:
         queue is closed already, the item's future raises WorkerClosedError instead."""
         with self.changed:
             if self.closed:
-                item.future.set_exception(WorkerClosedError("the engine is closed: nothing is sampled or run any more; "
-                                                            "start the server or register the model again"))
+                if item.future.set_running_or_notify_cancel():  # one that was interrupted may be cancelled meanwhile
+                    item.future.set_exception(WorkerClosedError(
+                        "the engine is closed: nothing is sampled or run any more; start the server or register the "
+                        "model again"))
                 return
             line = item.user, item.batch_key if isinstance(item, EngineCall) else None
             waiting = self.lines.setdefault(line, deque())
@@ -140,9 +142,11 @@ class RequestQueue:
             return taken
 
     def others_wait(self, user: str) -> bool:
-        """Return whether users have turns, and anything of another user waits."""
+        """Return whether users have turns, and anything of another user waits that was not cancelled."""
         with self.changed:
-            return self.turn is not None and any(line[0] != user for line in self.lines)
+            return self.turn is not None and any(
+                line[0] != user and any(not item.future.cancelled() for item in waiting)
+                for line, waiting in self.lines.items())
 
     def only(self, batch_key: tuple[object, ...]) -> bool:
         return all(line[1] == batch_key for line in self.lines)

@@ -178,7 +178,7 @@ def unequal_labels(subject: Subject) -> Iterator[Finding]:
     """Find rows of which one label outweighs the other by far, in KTO (arXiv 2402.01306, equation 8)."""
     labels = Counter(bool(looked.row.get("label")) for looked in subject.sample.usable)
     weights = {True: subject.args.desirable_weight, False: subject.args.undesirable_weight}
-    if not labels:
+    if not labels or 0.0 in weights.values():  # a weight of 0 is a choice: its rows only serve the KL term
         return
     if missing := [label for label in weights if not labels[label]]:
         yield Finding("warning", "", f"{subject.sample.share(labels[not missing[0]])} have label {not missing[0]}, and "

@@ -113,3 +113,22 @@ def test_only_the_same_conversation_with_the_same_weights_has_its_number_again(m
     for number in range(10, 16):
         known.number_of(call(number), 0)
     assert len(known.known) <= 5 and known.number_of(call(1), 0) not in first
+
+
+def test_a_call_that_was_cancelled_and_comes_back_to_a_closed_queue_fails_its_session() -> None:
+    queue, call = RequestQueue(), replace(CALL, future=Future())
+    queue.close()
+    assert call.future.cancel()
+    queue.add(call, first=True)
+    assert call.future.cancelled()
+
+
+def test_a_cancelled_call_that_waits_counts_as_another_user() -> None:
+    queue, call = RequestQueue(), replace(CALL, future=Future(), user="bob")
+    queue.turn = 32
+    queue.add(call)
+    assert queue.others_wait("ann") and not queue.others_wait("bob")
+    call.future.cancel()
+    assert not queue.others_wait("ann")
+    queue.add(WorkerTask(lambda: 1, sleep=False, user="bob"))
+    assert queue.others_wait("ann")

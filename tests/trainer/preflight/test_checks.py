@@ -347,6 +347,13 @@ def rare_label(make: Any, tokenizer: Any, patch: Any) -> Any:
     return kto(make, "++++-", desirable_weight=2.0)
 
 
+@pytest.mark.parametrize("labels", ["+-", "++++-", "++++"])
+def test_a_weight_of_zero_is_a_choice_and_no_label_that_outweighs(labels: str, tmp_path: Path) -> None:
+    for name in ("desirable_weight", "undesirable_weight"):
+        trainer = kto(lambda: make(tmp_path), labels, **{name: 0.0})
+        assert not [line for line in found(trainer) if "label" in line]
+
+
 @case("the teacher's prompts", "warning",
       r"12 of 12 rows make a prompt of the teacher that is longer than 120 tokens, the longest has \d{3}: the end of "
       r"what only the teacher is told is cut \(12\)\. What to do: load with a larger max_seq_length, or lower max_com")
