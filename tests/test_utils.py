@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from lowmem_grpo import DPOConfig, GRPOConfig, KTOConfig, ORPOConfig, RLOOConfig
 from lowmem_grpo.config.from_trl import settings_of
 from lowmem_grpo.environments import AskBase
 from lowmem_grpo.models.lora_targets import check_plain
-from lowmem_grpo.utils import GIB, MIB, JsonError, check_template, read_json, size_text, time_text
+from lowmem_grpo.utils import GIB, MIB, JsonError, bytes_of, check_template, read_json, size_text, time_text
 
 
 @every_row(("count", "text"), [
@@ -139,6 +140,21 @@ def test_json_that_could_harm_its_reader_is_refused_with_its_place(text: bytes |
     with pytest.raises(JsonError, match=words) as refused:
         read_json(text, most=MIB)
     assert refused.value.field == field and str(refused.value).startswith(field or "the text")
+
+
+def test_what_is_no_file_or_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(3 * GIB)
+    (tmp_path / "link").symlink_to(tmp_path / "large")
+    (tmp_path / "good").write_bytes(b"{}")
+    for name, words in (("pipe", "a pipe"), ("large", "3.00 GiB; at most 64.0 MiB"), ("link", "3.00 GiB"),
+                        (".", "a folder")):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            bytes_of(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        bytes_of(tmp_path / "none")
+    assert bytes_of(tmp_path / "good") == b"{}"
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])

@@ -78,7 +78,8 @@ class Engine(Protocol):
         a turn as the `begun` of a later request, and samples on behind it. If a prompt extends the previous turn
         with the same key, that turn's KV cache is reused where memory allows. If the conversation's attribute `goes_on`
         is true, the next conversation uses the same keys for the same episodes and weights, so the KV cache may be kept
-        until the policy changes or the engine sleeps.
+        until the policy changes or the engine sleeps. Its method `awaited()`, if it has one, returns the keys of
+        interrupted turns that will go on, whose KV cache is kept first.
         """
         ...
 

@@ -111,11 +111,12 @@ class Batch:
         return bool(self.waiting) and self.size - len(self.rows) >= max(1, self.size // ENTER_TOGETHER)
 
     def take_rows(self) -> list[int]:
-        """Move waiting rows into the batch, all with equally many tokens sampled in this call, and return them."""
+        """Move waiting rows into the batch, all with equally many drawn tokens to read, and return them."""
         waiting, generation, room = self.waiting, self.generation, self.size - len(self.rows)
-        rows = [waiting.popleft()]
-        while waiting and len(rows) < room and generation.resumed(waiting[0]) == generation.resumed(rows[0]):
-            rows.append(waiting.popleft())
+        next_rows = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+        starts = [generation.resumed(row) for row in next_rows]
+        rows = [row for row, start in zip(next_rows, starts, strict=True) if start == starts[0]]
+        waiting.extendleft(row for row, start in zip(next_rows[::-1], starts[::-1], strict=True) if start != starts[0])
         at = torch.tensor(rows, device=generation.ids.device)  # an interrupted step may have written what is reset here
         generation.lengths[at], generation.stopped[at] = generation.budgets[at], False
         self.rows += rows

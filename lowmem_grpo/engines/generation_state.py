@@ -8,8 +8,9 @@ The state of a gated delta net cannot go back to an earlier token. So if a promp
 exactly, the whole prompt is computed.
 """
 
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -79,11 +80,14 @@ class PrefixCache:
 
     rows: dict[int, KeptPrefix] = field(default_factory=dict)
     most: int | None = None  # the most rows to keep, set when memory runs out; None for no limit
+    awaited: Callable[[], set[int]] = set  # the keys of the turns that were interrupted and will go on
 
     def trim(self, room: int) -> None:
-        """Drop the oldest prefixes until at most `room` are left, or at most `self.most` if that is less."""
-        most = room if self.most is None else min(room, self.most)
-        for key in list(self.rows)[: max(0, len(self.rows) - most)]:
+        """Drop the oldest prefixes, those of interrupted turns last, until at most `room` others are left. Once memory
+        ran out, at most `self.most` are left, and at most `room` with those of interrupted turns."""
+        awaited = self.awaited() & self.rows.keys()
+        most = room + len(awaited) if self.most is None else min(room, self.most)
+        for key in sorted(self.rows, key=awaited.__contains__)[: max(0, len(self.rows) - most)]:
             del self.rows[key]
 
     def evict(self) -> int:
@@ -142,6 +146,7 @@ class GenerationState:
         self.drawn = [0] * rows  # tokens of each row that are known to be drawn, from which it can resume
         self.cached = [0] * rows  # prompt tokens of each row that came from a cache
         self.begun = [0] * rows  # tokens that an earlier request had drawn, which are read with the prompt
+        self.routed = [0] * rows  # drawn tokens whose routes are among those of the prompt
         for row, request in enumerate(self.requests):
             if request.begun is not None:
                 self.take_begun(row, request.begun)
@@ -150,12 +155,18 @@ class GenerationState:
 
     def take_begun(self, row: int, begun: Rollout) -> None:
         count, device = len(begun.completion_ids), self.ids.device
-        self.begun[row] = self.drawn[row] = count
+        self.begun[row] = self.drawn[row] = self.routed[row] = count
         self.ids[row, :count] = torch.tensor(begun.completion_ids, device=device)
         self.logprobs[row, :count] = torch.tensor(begun.rollout_logprobs, device=device)
 
     def resumed(self, row: int) -> int:
-        """The number of tokens that a row has drawn in this call."""
+        """Return the number of drawn tokens that are read behind a row's prompt: those of this call, and those of
+        an earlier request whose KV cache is gone, because turns of equal prompts then share the reading of it."""
+        if self.begun[row] and self.requests[row].key not in self.kept.rows:
+            request, begun = self.requests[row], self.requests[row].begun
+            self.prompts[row], self.begun[row] = request.ids, 0
+            if begun is not None and begun.routes is not None and row not in self.prompt_routes:
+                self.prompt_routes[row], self.routed[row] = begun.routes, len(begun.completion_ids) - 1
         return self.drawn[row] - self.begun[row]
 
     @classmethod
@@ -193,9 +204,11 @@ class GenerationState:
         made = [Prefill([[row] for row in group], [self.prompts[row] for row in group],
                         [prefixes[row] for row in group], new[group[0]]) for group in groups]
         if fresh := [row for row in rows if row not in new]:
-            equal = groupby(fresh, lambda row: self.prompts[row // self.params.n])
-            prompts, sharing = zip(*((prompt, [*same]) for prompt, same in equal), strict=True)
-            made.append(Prefill([*sharing], [*prompts], [], max(map(len, prompts))))
+            sharing = defaultdict[tuple[int, ...], list[int]](list)
+            for row in fresh:
+                sharing[tuple(self.prompts[row // self.params.n])].append(row)
+            prompts = [self.prompts[same[0] // self.params.n] for same in sharing.values()]
+            made.append(Prefill([*sharing.values()], prompts, [], max(map(len, prompts))))
         for prefill in made:
             for same, prompt, held in zip(prefill.rows, prefill.prompts, prefill.held, strict=True):
                 for row in same:
@@ -232,7 +245,7 @@ class GenerationState:
         """Return the routes (chosen experts) of a row's prompt and first `ran` sampled tokens; None without experts."""
         if not self.prompt_routes:
             return None
-        own = (self.routes[row, self.begun[row] : ran].clone().cpu(),) if self.routes is not None and ran else ()
+        own = (self.routes[row, self.routed[row] : ran].clone().cpu(),) if self.routes is not None and ran else ()
         return Routes((*self.prompt_routes[row].parts, *own))
 
     # Rows whose requests have `on_tokens`

@@ -129,11 +129,12 @@ class TransformersEngine:
 
     def converse(self, conversation: Conversation, params: SamplingParams) -> None:
         """Decode turns in rounds; see `Engine.converse`. Cached turns count towards the limit on rows. Without a limit,
-        running rows and cached turns together are at most twice the largest round."""
+        running rows and cached turns together are at most twice the largest round, not counting interrupted turns."""
         self.kv_bytes, goes_on = 0, getattr(conversation, "goes_on", False)
         self.step.drop()  # its memory is needed for kept rows
         if not goes_on:
             self.forget()  # kept rows belong to another conversation's keys
+        self.kept.awaited = getattr(conversation, "awaited", set)
         self.pace.start_call()
         try:
             while requests := conversation.next_requests(busy=False):

@@ -18,7 +18,7 @@ from lowmem_grpo.engines.generation_state import PrefixCache
 from lowmem_grpo.engines.transformers_engine import TransformersEngine
 from lowmem_grpo.memory.oom import RunMemory
 from lowmem_grpo.models.policy import Policy
-from lowmem_grpo.types import ImageToken
+from lowmem_grpo.types import ImageToken, Rollout
 
 SAMPLED = SamplingParams(temperature=1.3)
 Usual = tuple[Talk, list[int]]
@@ -246,6 +246,15 @@ def test_equal_prompts_of_a_round_are_computed_once(engine: TransformersEngine) 
     assert [one.drawn[key][0].cached_tokens for key in range(4)] == [0, 50, 50, 50]
 
 
+def test_equal_prompts_of_several_users_of_a_round_are_computed_once(engine: TransformersEngine) -> None:
+    """Users have turns, so their prompts alternate."""
+    two = Talk([[7] * 50, [8] * 50] * 3, 1)
+    with fed(engine) as places:
+        engine.converse(two, SamplingParams(ignore_eos=True))
+    assert places == [2 * 50] + [6] * 7
+    assert [two.drawn[key][0].cached_tokens for key in range(6)] == [0, 0, 50, 50, 50, 50]
+
+
 def test_prompts_of_other_images_share_no_keys_and_values(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,11 +281,47 @@ def test_turns_that_are_interrupted_go_on_as_if_they_were_not(engine: Transforme
         assert sum(request.begun is not None for request in found.asked) > 10
         same(found, usual[0], to=1e-6)
         first = {(request.key, len(request.ids)) for request in found.asked}
-        assert all(rollout.cached_tokens in [0, *range(length)] for key, rollouts in found.drawn.items()
+        assert all(rollout.cached_tokens <= length for key, rollouts in found.drawn.items()
                    for rollout, (_, length) in zip(rollouts, sorted(pair for pair in first if pair[0] == key),
                                                    strict=True)), "drawn tokens are no part of the prompt"
         work.append(sum(places))
     assert work[0] < 0.5 * work[1], "keys and values are used again"
+
+
+@pytest.mark.parametrize("prompts", [[[7] * 50] * 4, [[7] * 50, [8] * 50] * 2], ids=["one user", "two users"])
+def test_interrupted_turns_whose_cache_is_gone_read_an_equal_prompt_once(
+    engine: TransformersEngine, prompts: list[list[int]]
+) -> None:
+    alone, found = Talk(prompts, 1), Interrupted(prompts, 1)
+    engine.converse(alone, SamplingParams(ignore_eos=True))
+    engine.kept.most = 0
+    with fed(engine) as places:
+        engine.converse(found, SamplingParams(ignore_eos=True))
+    same(found, alone, to=1e-6)
+    different = 50 * len(set(map(tuple, prompts)))
+    assert places == [different, 4, 4, different, 3 * 4, 4, 4, different, 6 * 4, 4], "3, 3 and 2 tokens are drawn"
+
+
+def test_turns_that_were_interrupted_at_different_lengths_go_on_together(engine: TransformersEngine) -> None:
+    """Those of 5, 3, 5 and 3 tokens, whose cache is gone, beside one that has not begun."""
+    ended: dict[int, Rollout] = {}
+    first = Talk([[7] * 50] * 5, 1, max_tokens=lambda key, turn: 5 - 2 * (key % 2), on_give=ended.__setitem__)
+    engine.converse(first, SamplingParams(ignore_eos=True))
+    alone, found = Talk([[7] * 50] * 5, 1), Talk([[7] * 50] * 5, 1)
+    engine.converse(alone, SamplingParams(ignore_eos=True))
+    found.ready = [replace(request, begun=ended[request.key] if request.key < 4 else None) for request in found.ready]
+    with fed(engine) as places:
+        engine.converse(found, SamplingParams(ignore_eos=True))
+    same(found, alone, to=1e-6)
+    assert places[:5] == [50, 2 * 5, 50, 2 * 3, 50]
+
+
+def test_the_cache_of_interrupted_turns_stays_when_that_of_others_has_to_go() -> None:
+    rows: dict[int, Any] = dict.fromkeys([4, 0, 1, 2, 3], "prefix")
+    for most, room, left in ((None, 2, [4, 0, 2, 3]), (None, 0, [4, 0]), (3, 4, [4, 0, 3]), (1, 4, [0]), (9, 1, [0])):
+        kept = PrefixCache(dict(rows), most, awaited=lambda: {0, 4, 77})
+        kept.trim(room)
+        assert [*kept.rows] == left, (most, room)
 
 
 def test_a_stop_string_over_an_interruption_ends_a_turn(engine: TransformersEngine) -> None:

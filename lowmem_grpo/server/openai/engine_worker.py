@@ -85,18 +85,19 @@ class EngineWorker:
             self.waiting.add(call)
         return call.future
 
-    def run(self, function: Callable[[], T], sleep: bool = True, user: str = "") -> "Future[T]":
+    def run(self, function: Callable[[], T], sleep: bool = True, user: str = "", adapter: Any = None) -> "Future[T]":
         """Run a function in the worker's thread while no call is in the engine, and return a future of its result. With
-        `sleep`, the engine frees its memory first. RuntimeError if called in the worker's thread."""
+        `sleep`, the engine frees its memory first. `adapter` is a saved one that the function reads. RuntimeError if
+        called in the worker's thread."""
         self.check_elsewhere("call the function itself")
-        job = WorkerTask(function, sleep, user)
+        job = WorkerTask(function, sleep, user, adapter)
         self.waiting.add(job)
         return job.future
 
     def likeliest(self, call: EngineCall, turn: Turn, count: int) -> "Future[list[dict[int, Logprob]]]":
         """Return a future with the log-probs of the sampled token and of the `count` likeliest tokens, for each
         completion token. They take one more forward pass."""
-        return self.run(partial(self.look_again, call, turn, count), sleep=False, user=call.user)
+        return self.run(partial(self.look_again, call, turn, count), False, call.user, call.adapter)
 
     def of_prompt(self, call: EngineCall, version: int, count: int) -> "Future[list[dict[int, Logprob]]]":
         """Return a future with what `likeliest` returns, for each prompt token behind the first. `version` is the

@@ -62,6 +62,7 @@ class WorkerTask:
     function: Callable[[], Any]
     sleep: bool  # whether the engine frees its memory first
     user: str = ""
+    adapter: Path | str | None = None  # the one that it computes with, as in `EngineCall`
     future: "Future[Any]" = field(default_factory=Future)
 
 
@@ -147,6 +148,17 @@ class RequestQueue:
             return self.turn is not None and any(
                 line[0] != user and any(not item.future.cancelled() for item in waiting)
                 for line, waiting in self.lines.items())
+
+    def interrupted(self) -> set[int]:
+        """Return the numbers of the waiting calls that were interrupted and not cancelled."""
+        with self.changed:
+            return {call.number for line, waiting in self.lines.items() if line[1] is not None for call in waiting
+                    if call.number is not None and not call.future.cancelled()}
+
+    def adapters(self) -> set[object]:
+        """Return the adapters that the waiting calls and tasks need."""
+        with self.changed:
+            return {item.adapter for waiting in self.lines.values() for item in waiting}
 
     def only(self, batch_key: tuple[object, ...]) -> bool:
         return all(line[1] == batch_key for line in self.lines)
@@ -234,6 +246,9 @@ class EngineSession:
         if self.open:
             name = getattr(self.engine, "name", self.engine)
             raise RuntimeError(f"the engine {name} did not answer {len(self.open)} of its calls")
+
+    def awaited(self) -> set[int]:
+        return self.waiting.interrupted()
 
     @property
     def room(self) -> int | None:

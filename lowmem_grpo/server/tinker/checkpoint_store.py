@@ -3,6 +3,7 @@
 import re
 import sqlite3
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,12 +108,12 @@ class CheckpointStore:
     def expired(self) -> bool:
         return bool(self.database.rows("SELECT 1 FROM tinker_saved WHERE expires <= ? LIMIT 1", (time.time(),)))
 
-    def sweep(self) -> None:
-        """Delete expired weights, and files that were replaced or left by a kill."""
+    def sweep(self, used: Collection[str] = ()) -> None:
+        """Delete expired weights, and files that were replaced or left by a kill, but not the files `used`."""
         self.database.change("DELETE FROM tinker_saved WHERE expires <= ?", (time.time(),))
         known = {row["file"] for row in self.database.rows("SELECT file FROM tinker_saved")}
         for path in self.folder.iterdir():
-            if path.name not in known:
+            if path.name not in known and path.name not in used:
                 remove(path)
 
 

@@ -250,8 +250,12 @@ class RequestStore:
                                (asked.model, asked.seq - KEPT))
 
     def add_sampler(self, sampler: str, owner: str, snapshot: str | None) -> None:
-        """Record a sampler's source: a snapshot's folder, or None for the base model. An earlier record stays."""
+        """Record a sampler's source: a snapshot's folder, or None for the base model. ValueError if there is such a
+        sampler with another source, from which completions may be being sampled."""
         self.database.change("INSERT OR IGNORE INTO tinker_samplers VALUES (?, ?, ?)", (sampler, owner, snapshot))
+        if self.snapshot_of(sampler, owner) != snapshot:
+            raise ValueError(f"sampling_session_seq_id is {sampler.rpartition(':')[2]}, and {sampler} is a sampling "
+                             "session of other weights already; take a number that was not used before")
 
     def snapshots(self, owner: str) -> list[str]:
         """Return the snapshot folders that this user's samplers use."""

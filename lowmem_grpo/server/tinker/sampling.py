@@ -91,7 +91,7 @@ class PromptScoring:
             if (error := done.exception()) is not None and not prompt.future.done():
                 prompt.future.set_exception(error)
 
-        self.worker.run(partial(self.work, owner), sleep=False, user=owner).add_done_callback(tell)
+        self.worker.run(partial(self.work, owner), False, owner, adapter).add_done_callback(tell)
         return prompt.future
 
     @torch.no_grad()

@@ -102,7 +102,7 @@ class Training:
 
     def sweep_saved(self) -> None:
         if self.checkpoints.expired():
-            self.worker.run(self.checkpoints.sweep, sleep=False)
+            self.worker.run(self.sweep_unused, sleep=False)
 
     def look_for_gap(self, model: StoredModel) -> bool:
         """Return whether requests wait for a missing one. After a while, answer the missing one with a failure."""
@@ -161,10 +161,18 @@ class Training:
         if state is not None:
             self.sweep(asked.model, state)
         if answer.also is not None:
-            self.checkpoints.sweep()
+            self.sweep_unused()
         if asked.kind == SNAPSHOT:
-            for name in self.runs.older_snapshots(asked.model, SNAPSHOTS):
+            for name in self.runs.older_snapshots(asked.model, SNAPSHOTS, self.used(self.folder)):
                 remove(self.folder / name)
+
+    def used(self, folder: Path) -> set[str]:
+        """Return the paths below a folder of the saved weights with which completions that wait will be sampled."""
+        return {str(path.relative_to(folder)) for path in self.worker.waiting.adapters()
+                if isinstance(path, Path) and path.is_relative_to(folder)}
+
+    def sweep_unused(self) -> None:
+        self.checkpoints.sweep(self.used(self.checkpoints.folder))
 
     def clear(self, model: str) -> None:
         self.adapters.delete(model)
@@ -210,7 +218,7 @@ class Training:
         if call.path is None:
             if asked.kind == SAVE or call.sampling_session_seq_id is None:
                 raise ValueError("path is missing; give the weights a name, or a snapshot a sampling_session_seq_id")
-            return self.save_snapshot(call.sampling_session_seq_id, model)
+            return self.save_snapshot(call.sampling_session_seq_id, asked.seq, model)
         kind = SAMPLING if asked.kind == SNAPSHOT else TRAINING
         path = path_of(model.id, kind, call.path)
         self.checkpoints.check_free(path, model.owner, call.overwrite or kind == SAMPLING)
@@ -227,13 +235,14 @@ class Training:
         answer = ModelReply.from_json({"type": asked.kind, "path": path})
         return replace(answer, also=partial(self.checkpoints.put, saved))
 
-    def save_snapshot(self, number: int, model: StoredModel) -> ModelReply:
-        """Save an unnamed snapshot of a model, and add sampling session `number`, which uses it."""
+    def save_snapshot(self, number: int, seq: int, model: StoredModel) -> ModelReply:
+        """Save an unnamed snapshot of a model, and add sampling session `number`, which uses it. ValueError if an
+        earlier request, whose weights completions may be using, has the number."""
         sampler = f"{model.id}:sample:{number}"
-        folder = self.snapshots / sampler.replace(":", "_")
+        folder = self.snapshots / f"{sampler}.{seq}".replace(":", "_")
         self.usage.check_storage(model.owner, self.adapters.size(model.id))
-        self.adapters.snapshot(model.id, folder)
         self.store.add_sampler(sampler, model.owner, str(folder.relative_to(self.folder)))
+        self.adapters.snapshot(model.id, folder)
         return ModelReply.from_json({"type": SNAPSHOT, "sampling_session_id": sampler})
 
     def load_saved(self, asked: ModelRequest) -> ModelReply:

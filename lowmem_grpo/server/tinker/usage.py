@@ -186,11 +186,12 @@ class Runs:
             raise UnknownError(f"model_id is {model!r}; there is no such model of yours")
         return ModelReply.from_json({"type": UNLOAD, "model_id": model})
 
-    def older_snapshots(self, model: str, kept: int) -> list[str]:
-        """Delete all snapshots of a model but the `kept` newest from the database, and return their folders."""
-        rows = self.database.rows(
+    def older_snapshots(self, model: str, kept: int, used: set[str]) -> list[str]:
+        """Delete all snapshots of a model but the `kept` newest, and those in use, from the database, and return their
+        folders."""
+        rows = [row for row in self.database.rows(
             "SELECT id, snapshot FROM tinker_samplers WHERE id >= ? AND id < ? ORDER BY rowid DESC",
-            (f"{model}:sample:", f"{model}:sample;"))[kept:]
+            (f"{model}:sample:", f"{model}:sample;"))[kept:] if row["snapshot"] not in used]
         if rows:
             with self.database.write() as connection:
                 connection.executemany("DELETE FROM tinker_samplers WHERE id = ?", [(row["id"],) for row in rows])

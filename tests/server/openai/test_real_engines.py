@@ -22,7 +22,7 @@ from lowmem_grpo.server.openai import request_queue
 from lowmem_grpo.server.openai.chat_handler import ChatHandler
 from lowmem_grpo.server.openai.conversation_cache import ConversationCache
 from lowmem_grpo.server.openai.engine_worker import EngineWorker
-from lowmem_grpo.server.openai.request_queue import LIVE, EngineCall
+from lowmem_grpo.server.openai.request_queue import LIVE, EngineCall, WorkerTask
 from lowmem_grpo.types import Rollout, RolloutGroup, Turn
 
 GUESS: Any = {"role": "user", "content": "Guess a number from 1 to 32."}
@@ -251,6 +251,31 @@ def test_two_long_calls_of_two_users_take_turns_and_both_end(own: Room, adapter:
     assert turns == ["ann", "bob"] * 8
     read = own.worker.engine.pace.tokens["prefill"]
     assert read == 4 + 1 + 2 * 7, "what was sampled is not read again, but for the last token"
+
+
+@pytest.mark.parametrize("adapter", ["base", "saved@3"])
+def test_long_calls_of_four_users_keep_what_was_read_while_they_take_turns(own: Room, adapter: str) -> None:
+    for other in range(3):  # of finished turns, whose keys and values go first
+        own.worker.submit(EngineCall([9] * 90, SamplingParams(max_tokens=2), None, key=other)).result(60)
+    own.worker.awake().pace.pop_measured()
+    calls = [EngineCall([user] * 40, SamplingParams(max_tokens=64, temperature=1 + user / 9, ignore_eos=True),
+                        own.chat.names()[adapter], user=f"user{user}") for user in range(4)]
+    own.worker.run(lambda: [own.worker.waiting.add(call) for call in calls]).result(60)
+    assert [len(call.future.result(60).completion_ids) for call in calls] == [64] * 4
+    assert own.worker.engine.pace.tokens["prefill"] <= 4 * (40 + 7), "each prompt once, and a token for each slice"
+
+
+def test_samples_of_a_prompt_read_it_once_for_each_turn_between_which_another_user_trains(own: Room) -> None:
+    def train() -> None:
+        if not all(call.future.done() for call in calls):
+            own.worker.waiting.add(WorkerTask(train, sleep=True, user="bob"))
+
+    calls = [EngineCall([7] * 150, SamplingParams(max_tokens=32, ignore_eos=True), None, seed=seed, user="ann")
+             for seed in range(8)]
+    own.worker.awake().pace.pop_measured()
+    own.worker.run(lambda: [*map(own.worker.waiting.add, calls), train()]).result(60)
+    assert [len(call.future.result(60).completion_ids) for call in calls] == [32] * 8
+    assert own.worker.engine.pace.tokens["prefill"] <= 4 * 150 + 8 * (8 + 16 + 24)
 
 
 def test_a_users_next_call_comes_behind_the_other_user_for_whom_the_first_made_room(own: Room) -> None:

@@ -116,6 +116,60 @@ def test_the_newest_snapshots_are_kept(server: Server, tmp_path: Path, monkeypat
     assert [server.wait(server.sample(one).json()).status_code for one in samplers[1:]] == [200, 200]
 
 
+@pytest.mark.parametrize("more", [{}, {"prompt_logprobs": True}], ids=["sample", "with its prompt's scores"])
+def test_an_older_snapshot_stays_until_what_waits_for_it_is_sampled(
+    more: dict[str, Any], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowmem_grpo.server.tinker.training.SNAPSHOTS", 1)
+    model = server.trained()
+    old = snapshot(server, model, 3)
+    with server.held_up():
+        newer = server.post("save_weights_for_sampler", {"model_id": model, "seq_id": 4, "sampling_session_seq_id": 4})
+        waiting = server.sample(old, **more).json()
+    assert "error" not in server.wait(newer.json()).text and server.wait(waiting).status_code == 200
+    assert "error" not in server.wait(waiting).text
+    snapshot(server, model, 5)
+    at_rest(server)
+    assert len(list((tmp_path / "models" / "snapshots").iterdir())) == 1
+
+
+@pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "expired"])
+def test_named_weights_stay_until_what_waits_for_them_is_sampled(
+    replaced: bool, server: Server, tmp_path: Path
+) -> None:
+    model = server.trained()
+    asked = {"model_id": model, "path": "s"}
+    path = server.asked("save_weights_for_sampler", **asked, seq_id=3)["path"]
+    sampler = server.sampler(model.partition(":")[0], 9, path)
+    with server.held_up():
+        if not replaced:
+            server.model.training.checkpoints.keep_for(path, User("owner").name, -1)
+        newer = server.post("save_weights_for_sampler", {**asked, "seq_id": 4, "path": "s" if replaced else "other"})
+        waiting = server.sample(sampler).json()
+    assert "error" not in server.wait(newer.json()).text and "error" not in server.wait(waiting).text
+    server.asked("save_weights_for_sampler", **asked, seq_id=5)
+    at_rest(server)
+    assert len(list((tmp_path / "models" / "saved").iterdir())) == 2 - replaced
+
+
+def test_a_sampling_session_keeps_its_weights_when_its_number_is_sent_again(server: Server) -> None:
+    model = server.trained()
+    session, number = model.partition(":")[0], {"model_id": model, "sampling_session_seq_id": 7}
+    sampler = server.asked("save_weights_for_sampler", **number, seq_id=3)["sampling_session_id"]
+    greedy = {"sampling_params": {"max_tokens": 4, "temperature": 0}}
+    before = server.wait(server.sample(sampler, **greedy).json()).text
+    server.forward_backward(model, 4, 1)
+    server.asked("optim_step", model_id=model, seq_id=5, adam_params={"learning_rate": 0.1})
+    said = server.asked("save_weights_for_sampler", **number, seq_id=6)["error"]
+    assert "sampling_session_seq_id is 7" in said and "a number that was not used before" in said
+    assert server.wait(server.sample(sampler, 2, **greedy).json()).text == before
+    paths = [server.asked("save_weights_for_sampler", model_id=model, seq_id=seq, path=f"s{seq}")["path"]
+             for seq in (7, 8)]
+    asked = {"session_id": session, "sampling_session_seq_id": 9}
+    told = [server.post("create_sampling_session", {**asked, "model_path": path}) for path in (paths[0], *paths)]
+    assert [one.status_code for one in told] == [200, 200, 422] and "sampling_session_seq_id is 9" in told[2].text
+
+
 def test_a_sampler_whose_weights_were_deleted_says_so_and_nothing_of_the_servers_folders(server: Server) -> None:
     model = server.trained()
     path = server.asked("save_weights_for_sampler", model_id=model, seq_id=3, path="s")["path"]
