@@ -2,6 +2,7 @@
 they have in a checkpoint. The file is mapped; a tensor is decoded when it is indexed, a band of rows at a time."""
 
 import hashlib
+import re
 import struct
 from dataclasses import dataclass
 from math import isclose, pi
@@ -12,6 +13,8 @@ from lowmem_grpo.memory.model_shape import OF_CONFIG, check_fields
 from lowmem_grpo.models.gguf_header import GGUFHeader, gguf_header, type_of
 from lowmem_grpo.utils import is_gguf, torch
 
+LAYER = re.compile(r"blk\.(\d{1,4})\.")
+MOST_EXPERTS = 4096
 BAND = 2**22  # weights that are decoded together, in float32
 
 
@@ -106,8 +109,7 @@ def gguf_tensors(path: str | Path, dtype: Any) -> dict[str, GGUFTensor]:
     for stored, place in header.places.items():
         if stored == FACTORS:
             continue
-        name, part = checkpoint_name(header, stored), ROPED.get(stored.split(".", 2)[-1])
-        heads = header.settings[f"{header.architecture}.{part}"] if part and known.interleaved else 0
+        name, heads = checkpoint_name(header, stored), heads_of(header, stored) if known.interleaved else 0
         packed = mapped[place.start : place.end].reshape(*place.shape[:-1], place.row_bytes)
         tensor = GGUFTensor(packed, type_of(place.number)[0], place.shape, dtype, heads,
                             known.norm_offset if "norm" in stored else 0.0)
@@ -122,12 +124,33 @@ def gguf_tensors(path: str | Path, dtype: Any) -> dict[str, GGUFTensor]:
 def checkpoint_name(header: GGUFHeader, stored: str) -> str:
     """Return a tensor's name in a checkpoint, with {} for the number of an expert. ValueError if it has none."""
     known = ARCHITECTURES[header.architecture]
-    layer, _, rest = stored.removeprefix("blk.").partition(".") if stored.startswith("blk.") else ("", "", stored)
-    part, _, kind = rest.rpartition(".")
+    within_layer = LAYER.match(stored)
+    layer = "" if within_layer is None else within_layer[1]
+    part, _, kind = stored.removeprefix(f"blk.{layer}." if layer else "").rpartition(".")
     name = (NAMES | dict(known.names)).get(part)
     if name is None or kind not in ("weight", *(["bias"] if known.biases and part[5:] in ("q", "k", "v") else [])):
-        raise refusal(header, f"has the tensor {stored}, for which {known.model_type} has no place here")
+        raise refusal(header, f"has the tensor {stored:.80}, for which {known.model_type} has no place here")
     return f"model.layers.{layer}.{name}.{kind}" if layer else f"{name}.{kind}"
+
+
+def check_place(header: GGUFHeader, stored: str) -> None:
+    """Raise ValueError for a tensor without a place in the model, or of other experts or heads than the model has."""
+    shape, own = header.places[stored].shape, f"{header.architecture}."
+    if "{}" in checkpoint_name(header, stored):
+        experts = header.settings.get(f"{own}expert_count")
+        if len(shape) != 3 or shape[0] != experts or shape[0] > MOST_EXPERTS:
+            raise refusal(header, f"has {stored} of the shape {shape}; expert_count is {experts!r:.40}, and at most "
+                                  f"{MOST_EXPERTS:,}")
+    heads = heads_of(header, stored)
+    if not isinstance(heads, int) or heads < 0 or (heads and shape[0] % (2 * heads)):
+        raise refusal(header, f"has {stored} of the shape {shape} for {heads!r:.40} heads")
+
+
+def heads_of(header: GGUFHeader, stored: str) -> Any:
+    """Return the number of heads in the rows of q or k, as the file states it; 0 for other tensors."""
+    part = ROPED.get(stored.split(".", 2)[-1])
+    settings, own = header.settings, f"{header.architecture}."
+    return 0 if part is None else settings.get(f"{own}{part}", settings.get(f"{own}attention.head_count"))
 
 
 def gguf_config(path: str | Path) -> dict[str, Any]:
@@ -136,9 +159,9 @@ def gguf_config(path: str | Path) -> dict[str, Any]:
     header = gguf_header(path)
     known, places = ARCHITECTURES.get(header.architecture), header.places
     if known is None:
-        raise refusal(header, f"is of the architecture {header.architecture}; read are {', '.join(ARCHITECTURES)}")
+        raise refusal(header, f"is of the architecture {header.architecture:.40}; read are {', '.join(ARCHITECTURES)}")
     for name in sorted(places.keys() - {FACTORS}):
-        checkpoint_name(header, name)  # raises for a tensor without a place
+        check_place(header, name)
     try:
         check_fields(header.path, fields := fields_of(header, known), OF_CONFIG)
         return fields
@@ -155,9 +178,14 @@ def fields_of(header: GGUFHeader, known: Architecture) -> dict[str, Any]:
     missing = [name for name in list(FIELDS)[:5] if not isinstance(own.get(name), int)]
     if missing or EMBEDDING not in places:
         raise refusal(header, f"has no {missing[0] if missing else EMBEDDING}, or not one number")
+    layers = len({found[1] for name in places if (found := LAYER.match(name)) is not None})
+    if own["block_count"] > layers:
+        raise refusal(header, f"has weights of {layers} layers, and block_count is {own['block_count']}")
     fields = dict(known.defaults) | {name: own[key] for key, name in FIELDS.items() if own.get(key)}
     fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
     ids = {name: settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
+    if wrong := [f"{name}_token_id is {each!r:.40}" for name, each in ids.items() if not isinstance(each, int | None)]:
+        raise refusal(header, f"has no number where {wrong[0]}")
     ends = sorted({each for each in (ids["eos"], ids["eot"]) if each is not None})
     return fields | position_fields(header, own, fields) | {
         "model_type": known.model_type, "vocab_size": places[EMBEDDING].shape[0],
@@ -187,6 +215,8 @@ def position_fields(header: GGUFHeader, own: dict[str, Any], fields: dict[str, A
 
 def llama3(header: GGUFHeader, theta: float, head_dim: int) -> dict[str, Any]:
     """Return the settings of Llama 3's RoPE that give the stored factors. ValueError if none do."""
+    if header.places[FACTORS].shape != (head_dim // 2,) or head_dim < 2:
+        raise refusal(header, f"has {FACTORS} of the shape {header.places[FACTORS].shape} for heads of {head_dim}")
     with header.path.open("rb") as file:
         file.seek(header.places[FACTORS].start)
         factors = struct.unpack(f"<{head_dim // 2}f", file.read(2 * head_dim))

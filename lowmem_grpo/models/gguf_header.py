@@ -11,6 +11,11 @@ from typing import Any
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # of the format
 TEXT, ARRAY, MOST_NUMBERS = 8, 9, 1024
+LENGTH = struct.Struct("<Q")
+MOST_DIMENSIONS, MOST_NAME = 4, 65535  # of the format
+MOST_ENTRIES = 2**14  # settings, or tensors; published files have about 60, and 2,000
+MOST_ELEMENTS = 2**22  # of all arrays; a tokenizer has up to 1.3 million
+MOST_BYTES = 2**26  # of all texts that are in no array
 PACKAGE = "the package gguf, which reads GGUF files, is not installed; pip install gguf"
 
 
@@ -61,16 +66,21 @@ def read_header(path: Path, size: int, changed: int) -> GGUFHeader:
             magic, version, tensors, count = cursor.take("4sIQQ")
             if magic != b"GGUF" or version not in (2, 3):
                 raise ValueError(f"it begins with {magic!r} and version {version}; read are versions 2 and 3")
-            settings = {cursor.text(): cursor.value(*cursor.take("I")) for _ in range(count)}
-            stored = [(cursor.text(), cursor.take(f"{cursor.take('I')[0]}Q"), *cursor.take("IQ"))
-                      for _ in range(tensors)]
-        unit = int(settings.get("general.alignment", 32))
+            for number, what in ((count, "settings"), (tensors, "tensors")):
+                bounded(number, MOST_ENTRIES, what)
+            settings = {cursor.text(MOST_NAME): cursor.value(*cursor.take("I")) for _ in range(count)}
+            stored = {cursor.text(MOST_NAME): cursor.tensor() for _ in range(tensors)}
+        if len(settings) < count or len(stored) < tensors:
+            raise ValueError("a name stands twice among its settings or its tensors")
+        unit = settings.get("general.alignment", 32)
+        if not isinstance(unit, int) or not 0 < unit <= MOST_ENTRIES:
+            raise ValueError(f"general.alignment is {unit!r}; a number of bytes, 1 to {MOST_ENTRIES:,}, is needed")
         first = -(-cursor.at // unit) * unit
         header = GGUFHeader(path, settings, {name: TensorPlace(shape[::-1], number, first + start)
-                                             for name, shape, number, start in stored})
+                                             for name, (shape, number, start) in stored.items()})
         header.architecture  # noqa: B018  (KeyError if there is none)
         if cut := next((name for name, place in header.places.items() if place.end > size), None):
-            raise ValueError(f"it ends before the weights of {cut}")
+            raise ValueError(f"it ends before the weights of {cut:.80}")
     except NotImplementedError as error:
         raise ValueError(f"{path}: {error}") from error
     except (struct.error, ValueError, LookupError, ArithmeticError, MemoryError, RecursionError) as error:
@@ -98,28 +108,47 @@ def type_of(number: int) -> tuple[Any, int, int]:
     return kind, *GGML_QUANT_SIZES[kind]
 
 
+def bounded(count: int, most: int, what: str) -> int:
+    """Return a count that a file states. ValueError, before anything is read for it, if there are more than `most`."""
+    if count > most:
+        raise ValueError(f"it has {count:,} {what}; at most {most:,} are read")
+    return count
+
+
 class Cursor:
-    """A place in a mapped file, from which values are read one after the other; struct.error at the file's end."""
+    """A place in a mapped file, from which values are read one after the other; struct.error at the file's end,
+    ValueError for more of them than a model has."""
 
     def __init__(self, mapped: mmap) -> None:
         self.mapped, self.at = mapped, 0
+        self.elements = self.bytes = 0  # of arrays and of texts, read so far
 
     def take(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(f"<{form}", self.mapped, self.at)
         self.at += struct.calcsize(f"<{form}")
         return values
 
-    def text(self) -> str:
-        return str(self.take(f"{self.take('Q')[0]}s")[0].decode())
+    def text(self, most: int = MOST_BYTES) -> str:
+        length = bounded(self.take("Q")[0], most, "bytes in a text")
+        self.bytes = bounded(self.bytes + length, MOST_BYTES, "bytes of texts")
+        return str(self.take(f"{length}s")[0].decode())
+
+    def tensor(self) -> tuple[tuple[int, ...], int, int]:
+        """Return a tensor's shape, the number of its type, and its start behind the header."""
+        shape = self.take(f"{bounded(self.take('I')[0], MOST_DIMENSIONS, 'dimensions of a tensor')}Q")
+        return shape, *self.take("IQ")
 
     def value(self, kind: int) -> Any:
-        """Return a setting. Of an array of texts or of many numbers, which only tokenizers have, it is the length."""
+        """Return a setting. An array of texts or of many numbers, which only tokenizers have, is told in words."""
         if kind != ARRAY:
             return self.text() if kind == TEXT else self.take(NUMBERS[kind])[0]
         inner, count = self.take("IQ")
+        self.elements = bounded(self.elements + count, MOST_ELEMENTS, "elements in arrays")
         if inner != TEXT:
-            values = self.take(f"{count}{NUMBERS[inner]}")
-            return values if count <= MOST_NUMBERS else count
+            if count <= MOST_NUMBERS:
+                return self.take(f"{count}{NUMBERS[inner]}")
+            self.at += count * struct.calcsize(f"<{NUMBERS[inner]}")
+            return f"an array of {count:,} numbers"
         for _ in range(count):
-            self.take(f"{self.take('Q')[0]}x")
-        return count
+            self.at += LENGTH.size + LENGTH.unpack_from(self.mapped, self.at)[0]
+        return f"an array of {count:,} texts"

@@ -40,6 +40,7 @@ from lowmem_grpo.models.expert_loading import ExpertsNF4Config, check_packed, ke
 from lowmem_grpo.models.experts import packed_stacks, use_routed_blocks
 from lowmem_grpo.models.fp8_layers import SCALE, FP8Config, keep_stored, to_quantize
 from lowmem_grpo.models.gguf_file import gguf_config, gguf_tensors
+from lowmem_grpo.models.gguf_header import gguf_header
 from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.nvfp4_layers import NVFP4Config
 from lowmem_grpo.models.quantized_linear import form_of, linears_in_4bit, quantized_linears
@@ -126,11 +127,7 @@ class Pretrained:
     def tokenizer(self) -> Any:
         """Load the tokenizer; its `apply_chat_template` works for code of transformers 4 and 5 (see chat_ids.py)."""
         if is_gguf(self.path):
-            with TemporaryDirectory() as empty:  # beside the file, transformers would find the tokenizer of another
-                made = AutoTokenizer.from_pretrained(empty, gguf_file=str(Path(self.path).absolute()),
-                                                     trust_remote_code=False)
-            made.name_or_path = self.name
-            return with_ids(made)
+            return with_ids(tokenizer_inside(self.path, self.name))
         return with_ids(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options))
 
     def form(self, asked: str) -> str:
@@ -211,6 +208,21 @@ def read_model(path: str, config: Any, names: dict[str, str], **options: Any) ->
     logger.info("of %s the text model is loaded: %d tensors of images or sounds are left out", path,
                 len(info["unexpected_keys"]))
     return model
+
+
+def tokenizer_inside(path: str, name: str) -> Any:
+    """Return the tokenizer of a GGUF file. ValueError if it has none, or one that cannot be read."""
+    try:
+        if "tokenizer.ggml.tokens" not in gguf_header(path).settings:
+            raise ValueError("it has no tokenizer.ggml.tokens")
+        with TemporaryDirectory() as empty:  # beside the file, transformers would find the tokenizer of another
+            tokenizer = AutoTokenizer.from_pretrained(empty, gguf_file=str(Path(path).absolute()),
+                                                      trust_remote_code=False)
+        tokenizer.name_or_path = name
+        return tokenizer
+    except Exception as error:  # the tokenizers library raises no narrower type
+        raise ValueError(f"the tokenizer in {path} cannot be read ({first_line(error)}): take another file, or the "
+                         "model's checkpoint in 16 bits, in safetensors") from error
 
 
 def tokenizer_beside(adapter: Path) -> Any:

@@ -172,6 +172,16 @@ def test_llama_3_positions_are_read_from_their_factors_and_others_are_refused(tm
     ("llama", {"split.count": 2}, None, "2 parts"),
     ("llama", {}, "blk.0.ffn_gate_inp.weight", "ffn_gate_inp"),
     ("mamba", {}, None, "architecture mamba; read are llama"),
+    ("llama", {}, "blk.0{}.ffn_up.weight", "no place here"),
+    ("llama", {}, "blk.{0.__class__}.ffn_up.weight", "no place here"),
+    ("llama", {}, "blk.99999999999.ffn_up.weight", "no place here"),
+    ("gemma3", {"gemma3.block_count": 2**31}, None, "weights of 2 layers, and block_count is 2147483648"),
+    ("qwen3moe", {"qwen3moe.expert_count": 5}, None, "expert_count is 5"),
+    ("qwen3moe", {}, "blk.1.ffn_gate_exps.weight2", "no place here"),
+    ("llama", {"llama.attention.head_count_kv": 7}, None, "7 heads"),
+    ("llama", {"tokenizer.ggml.bos_token_id": "x"}, None, "bos_token_id is 'x'"),
+    ("llama", {"tokenizer.ggml.padding_token_id": [1, 2]}, None, r"padding_token_id is \(1, 2\)"),
+    ("llama", {}, "rope_freqs.weight", r"rope_freqs.weight of the shape \(4, 256\) for heads of 64"),
 ])
 def test_what_cannot_be_read_is_refused_by_name(kind: str, extra: Any, tensor: str | None, words: str,
                                                 tmp_path: Path) -> None:
@@ -191,6 +201,25 @@ def test_settings_that_no_model_has_are_refused_by_the_file(extra: dict[str, Any
     path = written(tmp_path / "model.gguf", extra=extra)
     with pytest.raises(ValueError, match=r"model\.gguf") as refused:
         check_stored(str(path), str(path), None)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("method", "name", "value"), [
+    ("add_token_list", "tokens", None), ("add_token_list", "tokens", ["a"]), ("add_token_list", "tokens", 7),
+    ("add_token_merges", "merges", "x"), ("add_token_types", "token_type", ["a"]),
+    ("add_tokenizer_model", "model", [1]),
+])
+def test_a_file_without_a_tokenizer_or_with_a_broken_one_is_refused_by_name(
+    method: str, name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(writer: Any, *_: Any) -> None:
+        adds = {list: writer.add_array, str: writer.add_string, int: writer.add_uint32, type(None): lambda *_: None}
+        adds[type(value)](f"tokenizer.ggml.{name}", value)
+
+    monkeypatch.setattr(GGUFWriter, method, add)
+    path = written(tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match=r"the tokenizer in .*model\.gguf cannot be read") as refused:
+        FastLanguageModel.from_pretrained(str(path), max_seq_length=64, load_in_4bit=False)
     assert "\n" not in str(refused.value)
 
 
