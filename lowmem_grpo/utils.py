@@ -180,7 +180,7 @@ def require(name: str, value: object, rule: Rule, fix: str = "") -> None:
     """Raise ValueError, with `fix` appended to the message, if a value breaks a rule."""
     words, holds = rule
     if not holds(value):
-        raise ValueError(f"{name} is {value!r}; it must be {words}{fix}")
+        raise ValueError(f"{name} is {value!r:.500}; it must be {words}{fix}")
 
 
 def check_given(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:

@@ -21,6 +21,7 @@ from lowmem_grpo.utils import (
     WHOLE,
     Rule,
     at_least,
+    bytes_of,
     check_given,
     number,
     one_of,
@@ -353,7 +354,7 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_fields(path: Path) -> dict[str, Any]:
     """Return the object in a model's JSON file. ValueError, with the file, if there is none."""
     try:
-        fields = read_json(path.read_bytes(), nul=True, any_number=True)
+        fields = read_json(bytes_of(path), nul=True, any_number=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a model's {path.name}: {error}") from error
     if not isinstance(fields, dict):

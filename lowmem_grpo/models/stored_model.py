@@ -20,7 +20,7 @@ from lowmem_grpo.memory.model_shape import named_config, read_config
 from lowmem_grpo.models.gguf_file import gguf_config
 from lowmem_grpo.runs.files import beside
 from lowmem_grpo.runs.saved_adapter import adapter_at
-from lowmem_grpo.utils import JsonError, is_adapter, is_gguf, leads_out, read_json
+from lowmem_grpo.utils import JsonError, bytes_of, is_adapter, is_gguf, leads_out, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -165,7 +165,7 @@ def stored_fields(path: str | Path) -> dict[str, Any] | None:
 def indexed_files(index: Path) -> list[str]:
     """Return the names of the files in a model's index, in order. ValueError for a damaged index."""
     try:
-        places = read_json(index.read_bytes())
+        places = read_json(bytes_of(index))
     except JsonError as error:
         raise ValueError(f"{index}: {error}; download the model again") from None
     names = places.get("weight_map") if isinstance(places, dict) else None

@@ -46,6 +46,9 @@ OF_FILES = LORA | {  # rules for the settings in a file: PEFT also saves what is
     **dict.fromkeys(("task_type", "base_model_name_or_path", "revision"), utils.OF_KINDS[str]),
 }
 PLAIN = re.compile(r"[\w.-]*", re.ASCII)  # patterns that need no look: nothing in them repeats
+VARIANT = re.compile(r"^use_|_config$")  # settings for which PEFT takes {} as on
+MOST_SIDE = 2**21  # rows or columns of a matrix in an adapter; vocabularies have 2**18
+AT_ONCE = 2**26  # values that are looked at together
 LONGEST = 60  # seconds for a process that matches patterns
 MATCHING = """import json, re, signal, sys
 patterns, names = json.load(sys.stdin)
@@ -115,7 +118,10 @@ def parts_of(folder: Path, settings: dict[str, Any], stored: dict[str, Tensor]
         if tensor.dtype not in DTYPES:
             raise AdapterError(f"the adapter in {folder} holds {name} as {str(tensor.dtype).removeprefix('torch.')}; "
                                "allowed are float32, bfloat16 and float16: save it again without quantizing it")
-        if not tensor.isfinite().all():
+        if max(tensor.shape, default=0) > MOST_SIDE:
+            raise AdapterError(f"the adapter in {folder} holds {name} of the shape {[*tensor.shape]}, and no model has "
+                               f"more than {MOST_SIDE:,} rows or columns; the file is damaged")
+        if not all(bool(part.isfinite().all()) for part in tensor.flatten().split(AT_ONCE)):
             raise AdapterError(f"the adapter in {folder} is not finite: {name} holds NaN or infinity. The run "
                                "diverged; take an older checkpoint")
     return config, trained, {weight: tensors[name] for name, weight in of_base.items()
@@ -127,19 +133,22 @@ def lora_config(settings: dict[str, Any], folder: Path) -> LoraConfig:
     start = settings.get("init_lora_weights", True)
     if not starts_plainly(start):
         raise AdapterError(
-            f"the adapter in {folder} has init_lora_weights={start!r}, a start for which PEFT changes the base's "
+            f"the adapter in {folder} has init_lora_weights={start!r:.200}, a start for which PEFT changes the base's "
             "weights or computes with them, and here they stay as they are. Have PEFT save it as plain LoRA, with "
             f"save_pretrained(FOLDER, path_initial_model_for_weight_conversion=BEGINNING), or {MERGE}")
     if (name := beyond_lora(settings)) is not None:
-        raise AdapterError(f"the adapter in {folder} has {name}={settings[name]!r}; only LoRA on linear layers, with "
-                           f"nothing else, is loaded here: {MERGE}")
+        raise AdapterError(f"the adapter in {folder} has {name}={settings[name]!r:.200}; only LoRA on linear layers, "
+                           f"with nothing else, is loaded here: {MERGE}")
     try:
         usual = LoraConfig()
-        known = {name: value for name, value in settings.items() if hasattr(usual, name) and name != "runtime_config"}
+        known = {name: value for name, value in settings.items() if hasattr(usual, name) and name != "runtime_config"
+                 and not (value is None and isinstance(getattr(usual, name), dict))}  # null: PEFT's default
         config = LoraConfig(**known)
+        if config.target_modules is None:
+            raise ValueError("target_modules is null; the names of the layers that have LoRA are needed")
         check_values(config, OF_FILES)
     except (TypeError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings of PEFT: {error}") from error
+        raise AdapterError(f"{folder / 'adapter_config.json'} holds no settings of PEFT: {error!s:.1000}") from error
     return config
 
 
@@ -198,8 +207,8 @@ def beyond_lora(settings: Mapping[str, Any]) -> str | None:
     """Return the first setting that asks for more than LoRA on linear layers; None if there is none."""
     usual = LoraConfig()
     return next((name for name, value in settings.items() if not (
-        name in ANY or accepts(name, value) or name == "init_lora_weights" or is_off(value)
-        or value == getattr(usual, name, None))), None)
+        name in ANY or accepts(name, value) or name == "init_lora_weights" or value == getattr(usual, name, None)
+        or value is None or value is False or (is_off(value) and not VARIANT.search(name)))), None)
 
 
 def of_pattern(pattern: dict[str, Any] | None, layer: str, usual: Any) -> Any:
@@ -346,5 +355,7 @@ def problems(parts: dict[str, Tensor], layer: Any, config: LoraConfig, rank: int
     if config.use_dora and magnitude is None:
         yield ("has no lora_magnitude_vector although adapter_config.json says use_dora: without its magnitudes DoRA "
                "is another model; save the adapter again with PEFT's save_pretrained")
+    if config.lora_bias and parts.get("lora_B.bias") is None:
+        yield "has no lora_B.bias although adapter_config.json says lora_bias; one file is of another adapter"
     if magnitude is not None and magnitude.numel() != layer.out_features:
         yield f"has {magnitude.numel()} magnitudes and {layer.out_features} outputs"

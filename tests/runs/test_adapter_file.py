@@ -4,21 +4,22 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lowmem_grpo import FastLanguageModel
-from lowmem_grpo.fast_model import FastPeftModel
+from lowmem_grpo.fast_model import SAVED_ADAPTER, FastPeftModel, adapter_for
 from lowmem_grpo.models.stored_model import resolve
 from lowmem_grpo.runs.adapter_file import read_adapter
-from lowmem_grpo.runs.saved_adapter import AdapterError, same_model
+from lowmem_grpo.runs.saved_adapter import AdapterError, base_of_adapter, same_model
 
 Tensors = dict[str, Tensor]
 LAYER = "base_model.model.model.layers.2.self_attn.q_proj"
@@ -81,6 +82,12 @@ ATTACKS: dict[str, tuple[Callable[[Tensors], Any] | None, dict[str, Any], str]] 
            "layers_to_transform": ["1", [[1]]], "layers_pattern": [3, {}], "exclude_modules": [5], "use_rslora": ["no"],
            "target_modules": [[1, 2], 7], "rank_pattern": [{"q_proj": 0}, [1], {"q_proj": "4"}], "task_type": [[]],
            "alpha_pattern": [{"q_proj": 1e308}, "x"], "inference_mode": ["yes"]}.items() for value in values},
+    "no targets": (None, {"target_modules": None}, "target_modules is null"),
+    "biases that are not there": (None, {"lora_bias": True}, r"has no lora_B\.bias although .* says lora_bias"),
+    **{f"{name}={value!r}": (None, {name: value}, f"has {name}=.*only LoRA on linear layers")
+       for name in ("arrow_config", "kasa_config", "monteclora_config", "velora_config", "use_bdlora", "use_qalora")
+       for value in ({}, [], {"a": 1})},
+    "a long value": (None, {"task_type": "x" * 10**6}, "^.{1,1400}$"),
     "NaN as alpha": (None, {"lora_alpha": math.nan}, "lora_alpha is NaN, which is no finite number"),
     "a base of no name": (None, {"base_model_name_or_path": 5}, "base_model_name_or_path is 5"),
     "another kind": (None, {"peft_type": "IA3"}, "of type IA3; only LoRA"),
@@ -95,6 +102,62 @@ def test_a_file_that_is_not_a_whole_adapter_of_this_model_is_refused_by_name(
     tensors, settings, message = ATTACKS[attack]
     with pytest.raises(AdapterError, match=message):
         model.load_lora(changed(Path(shutil.copytree(saved, tmp_path / "copy")), tensors, **settings))
+
+
+VALUES = [None, {}, [], [[]], True, -1, "x", {"a": {"b": [1]}}]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_every_setting_of_peft_with_any_value_works_or_is_refused_in_one_line(
+    value: Any, model: FastPeftModel, saved: Path, tmp_path: Path
+) -> None:
+    names = {field.name for field in fields(LoraConfig)} - {"peft_type", "runtime_config"}
+    assert len(names) > 30
+    whole, copy = json.loads((saved / "adapter_config.json").read_text()), Path(shutil.copytree(saved, tmp_path / "a"))
+    for name in sorted(names):
+        (copy / "adapter_config.json").write_text(json.dumps(whole | {name: value}))
+        try:
+            with adapter_for(model.inner, model.load_lora(copy)):
+                pass
+        except AdapterError as error:
+            assert name.replace("_", "") in str(error).lower().replace("_", "").replace(" ", ""), name
+            assert "\n" not in str(error), name
+
+
+@pytest.mark.parametrize("nothing", [None, {}], ids=str)
+def test_patterns_of_nothing_are_pefts_default(
+    nothing: Any, model: FastPeftModel, saved: Path, tmp_path: Path
+) -> None:
+    folder = changed(Path(shutil.copytree(saved, tmp_path / "copy")), rank_pattern=nothing, alpha_pattern=nothing)
+    with adapter_for(model.inner, model.load_lora(folder)):
+        used = model.inner.peft_config[SAVED_ADAPTER]
+        assert (used.r, used.rank_pattern, used.alpha_pattern) == (4, {}, {})
+
+
+@pytest.mark.parametrize("shape", [(4, 10**8), (10**8, 4), (1, 4, 10**8)], ids=str)
+def test_a_matrix_larger_than_any_models_is_refused_before_its_values_are_read(
+    shape: tuple[int, ...], saved: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(saved, tmp_path / "copy"))
+    size = 4 * math.prod(shape)
+    head = json.dumps({f"{LAYER}.lora_A.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    with (copy / "adapter_model.safetensors").open("wb") as file:  # of which the disk holds the header only
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + size)
+    with pytest.raises(AdapterError, match="no model has more than 2,097,152 rows or columns"):
+        read_adapter(copy)
+
+
+@pytest.mark.parametrize(("name", "read"), [
+    ("adapter_config.json", read_adapter), ("base_model.json", base_of_adapter)])
+def test_a_file_of_gigabytes_beside_an_adapter_is_refused_before_it_is_read(
+    name: str, read: Callable[[Path], Any], saved: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    with (folder / name).open("wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises((AdapterError, ValueError), match=rf"{name}.* has 3\.00 GiB; at most"):
+        read(folder)
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
