@@ -310,13 +310,18 @@ def read_json(data: bytes | str, most: float = 64 * MIB, nul: bool = False, any_
 
 
 def bytes_of(path: Path, most: float = 64 * MIB) -> bytes:
-    """Return the bytes of a stranger's file. ValueError, before it is opened, for what is no file (a pipe would be
-    waited for) and for more than `most` bytes."""
+    """Return the bytes of a stranger's file, which `check_file` takes."""
+    check_file(path, most)
+    return path.read_bytes()
+
+
+def check_file(path: Path, most: float = 64 * MIB) -> None:
+    """Raise ValueError, without opening it, for what is no file (a pipe would be waited for) and for more than `most`
+    bytes; OSError if there is nothing."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is a folder, a pipe or a device; a file is needed")
     if (size := path.stat().st_size) > most:
         raise ValueError(f"{path} has {size_text(size)}; at most {size_text(most)} are read")
-    return path.read_bytes()
 
 
 def json_integer(digits: str) -> int | Refused:

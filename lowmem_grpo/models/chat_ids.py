@@ -5,12 +5,16 @@ take the result's length, decode it or put it into a dataset, and pass a tensor 
 programs for version 5 look up "input_ids", or write `**result`.
 """
 
+import traceback
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import BatchEncoding
 
+from lowmem_grpo.models.hub import first_line
+from lowmem_grpo.models.template_trial import ChatTemplateError
 from lowmem_grpo.utils import UnsupportedError
 
 MEDIA = ("image", "video", "audio")  # types of a message's part, or in them, as in "image_url"; options of processors
@@ -56,15 +60,28 @@ class IdsTokenizer:
 
     def apply_chat_template(self, conversation: Any, *args: Any, **options: Any) -> Any:
         """Return transformers' result, as `TokenIds` if it holds lists of ids and `return_dict` was not given.
-        UnsupportedError if a message has an image or a sound."""
+        UnsupportedError if a message has an image or a sound, ChatTemplateError for whatever the template raises."""
         if not self.of_processor and has_media(conversation):
             raise UnsupportedError(TEXT_ALONE)
-        answer = super().apply_chat_template(conversation, *args, **options)  # type: ignore[misc]
+        try:
+            answer = super().apply_chat_template(conversation, *args, **options)  # type: ignore[misc]
+        except Exception as error:
+            if not from_template(error):
+                raise
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise ChatTemplateError("the chat template cannot write these messages: "
+                                    f"{kind}{first_line(error):.500}") from error
         lists = isinstance(answer, BatchEncoding) and isinstance(answer["input_ids"], list)
         return TokenIds(answer) if lists and "return_dict" not in options else answer
 
     def __reduce__(self) -> Any:
         return empty_tokenizer, (type(self).__bases__[1],), vars(self)
+
+
+def from_template(error: BaseException) -> bool:
+    """Return whether a chat template raised an error, or is none."""
+    return isinstance(error, TemplateError) or any(
+        frame.f_code.co_filename == "<template>" for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def is_picture(value: Any) -> bool:

@@ -45,7 +45,8 @@ from lowmem_grpo.models.hub import first_line
 from lowmem_grpo.models.nvfp4_layers import NVFP4Config
 from lowmem_grpo.models.quantized_linear import form_of, linears_in_4bit, quantized_linears
 from lowmem_grpo.models.stored_model import say_other_weights, stored_form, text_names, text_part
-from lowmem_grpo.utils import BOTH, is_gguf
+from lowmem_grpo.models.template_trial import check_templates
+from lowmem_grpo.utils import BOTH, GIB, MIB, check_file, is_gguf
 
 OWN_CODE = ("{!r} is defined by Python code in its repository, and such code is never run here. Take a model whose "
             "architecture transformers itself has")
@@ -70,6 +71,14 @@ DAMAGED = (TypeError, LookupError, AttributeError, ArithmeticError, AssertionErr
            StrictDataclassError)
 BY_LENGTH = ("dynamic", "longrope")  # RoPE types whose frequencies transformers recomputes in forward passes
 FIXED = "default"  # RoPE type whose frequencies it leaves as they are
+
+# files that transformers reads beside the weights, and the most bytes that they have
+FILES = {
+    **dict.fromkeys(("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"), GIB),
+    **dict.fromkeys(("config.json", "generation_config.json", "*processor_config.json", "tokenizer_config.json",
+                     "added_tokens.json", "special_tokens_map.json", "chat_template.j*", "additional_chat_templates/*"),
+                    64 * MIB),
+}
 
 logger = logging.getLogger(__name__)
 
@@ -121,14 +130,36 @@ class Pretrained:
             return AutoConfig.for_model(**gguf_config(self.path)), {}
         if (Path(self.path) / "config.json").is_file():
             read_config(Path(self.path) / "config.json")  # raises for values that no model can have
+            generation_of(self.path)  # raises for what cannot be read
         whole = AutoConfig.from_pretrained(self.path, trust_remote_code=False, **self.options)
         return text_part(whole), text_names(whole)
 
     def tokenizer(self) -> Any:
-        """Load the tokenizer; its `apply_chat_template` works for code of transformers 4 and 5 (see chat_ids.py)."""
+        """Load the tokenizer; its `apply_chat_template` works for code of transformers 4 and 5 (see chat_ids.py).
+        ValueError for a chat template that takes too long."""
         if is_gguf(self.path):
-            return with_ids(tokenizer_inside(self.path, self.name))
-        return with_ids(AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options))
+            made = tokenizer_inside(self.path, self.name)
+        else:
+            check_tokenizer_files(Path(self.path))
+            with self.naming_the_tokenizer():
+                made = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False, **self.options)
+                if wrong := [name for name in made.model_input_names if not isinstance(name, str)]:
+                    raise TypeError(f"model_input_names has {wrong[0]!r:.80}, which is no text")
+        check_templates(made, self.name)
+        return with_ids(made)
+
+    @contextmanager
+    def naming_the_tokenizer(self) -> Iterator[None]:
+        """Rewrite errors within this context that values in a folder's files led to, whatever they are."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, OSError | ImportError) or "trust_remote_code" in str(error) or not Path(
+                    self.path).is_dir():
+                raise
+            raise ValueError(f"the tokenizer of {self.name} cannot be read ({type(error).__name__}: "
+                             f"{first_line(error):.300}): correct tokenizer_config.json and the files beside it, or "
+                             "fetch them again") from error
 
     def form(self, asked: str) -> str:
         """Return the form of weights: a quantized checkpoint's own, else `asked`, as where it has only its experts in
@@ -210,6 +241,13 @@ def read_model(path: str, config: Any, names: dict[str, str], **options: Any) ->
     return model
 
 
+def check_tokenizer_files(folder: Path) -> None:
+    """Raise ValueError for a file of settings or of a tokenizer in a folder that is no file, or is too large."""
+    for name, most in FILES.items():
+        for path in folder.glob(name):
+            check_file(path, most)
+
+
 def tokenizer_inside(path: str, name: str) -> Any:
     """Return the tokenizer of a GGUF file. ValueError if it has none, or one that cannot be read."""
     try:
@@ -240,7 +278,15 @@ def tokenizer_beside(adapter: Path) -> Any:
 
 
 def generation_of(path: str | Path) -> Any:
-    return GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").is_file() else None
+    """Return the generation config in a folder; None if there is none. ValueError if it cannot be read."""
+    if not (file := Path(path) / "generation_config.json").exists():
+        return None
+    check_file(file)
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except Exception as error:  # transformers raises whatever a value leads to
+        raise ValueError(f"{file} cannot be read ({type(error).__name__}: {first_line(error):.300}): correct it, or "
+                         "take it away") from error
 
 
 def check_experts(config: Any, stored: str | None, form: str, name: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoProcessor, BatchFeature
 
-from lowmem_grpo.utils import read_json
+from lowmem_grpo.models.template_trial import check_templates
+from lowmem_grpo.utils import bytes_of, read_json
 
 IMAGE = "<|image_pad|>"  # the token of an image's features in Qwen's families
 OF_IMAGES = ("preprocessor_config.json", "processor_config.json")  # an image processor's settings are in one of them
@@ -107,7 +108,11 @@ def load_processor(path: str, tokenizer: Any, min_pixels: int | None = None, max
     own = Qwen2VLImageProcessorPil.from_pretrained(path, **bounds, **where)
     template = Path(path) / "chat_template.json"  # of processors that were saved with transformers 4
     if not tokenizer.chat_template and template.is_file():
-        tokenizer.chat_template = read_json(template.read_bytes())["chat_template"]
+        held = read_json(bytes_of(template))
+        if not isinstance(held, dict) or not isinstance(held.get("chat_template"), str):
+            raise ValueError(f"{template} has no text under chat_template; correct it, or take it away")
+        tokenizer.chat_template = held["chat_template"]
+        check_templates(tokenizer, str(template))
     return VisionProcessor(tokenizer, own)
 
 

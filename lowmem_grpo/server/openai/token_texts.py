@@ -9,16 +9,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import SandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lowmem_grpo.data.prompt_inputs import text_ids
 from lowmem_grpo.engines.request_output import Logprob
+from lowmem_grpo.models.template_trial import language
 from lowmem_grpo.server.requests import ChatError
 
 BYTES = {letter: number for number, letter in bytes_to_unicode().items()}  # bytes by letter in byte-level vocabularies
@@ -53,9 +50,8 @@ class TokenTexts:
     @cached_property
     def variables(self) -> frozenset[str]:
         """The variables of the chat template that a request may set."""
-        language = SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols", Generation])
         held = self.tokenizer.chat_template or ""
-        read = [find_undeclared_variables(language.parse(source))
+        read = [find_undeclared_variables(language().parse(source))
                 for source in (held.values() if isinstance(held, dict) else [held])]
         return frozenset(set().union(*read) - {*NOT_A_CLIENTS, *self.tokenizer.special_tokens_map})
 
@@ -96,16 +92,6 @@ class TokenTexts:
             content.append(self.entry(token, logprob) | {
                 "top_logprobs": sorted(others, key=lambda entry: -entry["logprob"])[:count]})
         return {"content": content, "refusal": None}
-
-
-class Generation(Extension):
-    """The tag `generation`, which transformers adds to the language of chat templates."""
-
-    tags = {"generation"}  # as the base class declares it
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def letters(value: Any) -> int:

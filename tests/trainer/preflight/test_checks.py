@@ -212,7 +212,8 @@ SIMPLE: list[tuple[Any, ...]] = [  # what is wrong, check, severity, what is sai
     ("base model", "rows", "error", r"the tokenizer has no chat template\. What to do: set tokenizer\.chat_template",
      lambda make: make(), None),
     ("no system message", "rows", "error",
-     r"^all 12 rows cannot be made into a prompt \(TemplateError: System role not supported\)\. ",
+     r"^all 12 rows cannot be made into a prompt \(ChatTemplateError: the chat template cannot write these messages: "
+     r"System role not supported\)\. ",
      lambda make: make(WITH_SYSTEM), LIKE_GEMMA),
     ("broken row", "rows", "error", r"^1 of 13 rows cannot be made into a prompt \(AttributeError: ",
      lambda make: make(UserList([*ROWS, 7]))),
