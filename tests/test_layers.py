@@ -37,9 +37,10 @@ FLOORS = [  # from below; ARCHITECTURE.md says what each folder is for. Files at
 LIBRARIES = {  # what each folder may import beside torch and the standard library
     "kernels": {"triton"},
     "runs": {"IPython", "click", "numpy", "peft", "rich", "safetensors", "trackio", "transformers", "wandb"},
-    "models": {"bitsandbytes", "gguf", "huggingface_hub", "llama_cpp", "numpy", "peft", "safetensors", "transformers"},
+    "models": {"bitsandbytes", "gguf", "huggingface_hub", "jinja2", "llama_cpp", "numpy", "peft", "safetensors",
+               "transformers"},
     "engines": {"numpy", "openai", "transformers", "vllm"},
-    "data": {"PIL", "datasets", "pandas", "transformers"},
+    "data": {"PIL", "datasets", "pandas", "pyarrow", "transformers"},
     "fast_model": {"peft", "transformers"},
     "loader": {"peft", "transformers"},
     "environments": {"mcp", "transformers"},

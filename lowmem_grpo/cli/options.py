@@ -24,7 +24,7 @@ from lowmem_grpo.recipes.recipe_file import NO_EXAM, is_recipe_file, own_traceba
 from lowmem_grpo.runs.listeners import refuse_absent_sinks
 from lowmem_grpo.runs.saved_adapter import adapter_settings, base_of_adapter, find_adapter
 from lowmem_grpo.runs.views.terminal import columns
-from lowmem_grpo.utils import Rule, check_value
+from lowmem_grpo.utils import MIB, Rule, bytes_of, check_value
 
 WIDTH, QUOTE = 100, "'"
 PRESET = ("model", "max_seq_length", "lora_rank", "lora_alpha", "settings", "load_in_4bit")  # of Preset, in order
@@ -264,9 +264,9 @@ def recipe_help(path: Path) -> str:
 def parsed(path: Path) -> ast.Module:
     """Return a file's syntax tree. ValueError if it cannot be read or parsed."""
     try:
-        return ast.parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a recipe: {error}") from error
+        return ast.parse(bytes_of(path, MIB).decode(), str(path))
+    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError) as error:  # of memory for deep nesting too
+        raise ValueError(f"{path} cannot be read as a recipe: {error or 'it is nested too deeply'}") from error
 
 
 def named(tree: ast.Module, name: str) -> str:

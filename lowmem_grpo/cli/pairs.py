@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from lowmem_grpo.runs.records import COMPLETIONS, PAIRS, read_lines, replace_text, to_line
+from lowmem_grpo.runs.views.samples import MOST_REWARDS
 from lowmem_grpo.runs.views.terminal import UserPath, echo, plain_errors
 from lowmem_grpo.utils import count_text
 
@@ -54,14 +55,15 @@ def pairs(
 def by_prompt(lines: list[Line], reward: str | None) -> tuple[dict[str, tuple[Any, list[Scored]]], str]:
     """Return, by prompt, its text or messages and its completions; and a text on what was left out. ValueError for an
     unknown reward function."""
-    names = dict.fromkeys(name for line in lines for name in line.get("rewards") or ())
+    names = dict.fromkeys(name for line in lines for name in rewards_of(line))
     if reward is not None and reward not in names:
-        raise ValueError(f"--reward is {reward!r}; the run's reward functions are {', '.join(names) or 'none'}")
+        known = ", ".join(f"{' '.join(name.split()):.80}" for name in [*names][:MOST_REWARDS])
+        raise ValueError(f"--reward is {reward!r}; the run's reward functions are {known or 'none'}")
     prompts: dict[str, tuple[Any, list[Scored]]] = {}
     seen, left_out = defaultdict[str, set[str]](set), Counter[str]()
     for line in lines:
         key, text = to_line({name: line.get(name) for name in ("prompt", "role", "messages")}), line.get("completion")
-        value = line.get("reward") if reward is None else (line.get("rewards") or {}).get(reward)
+        value = line.get("reward") if reward is None else rewards_of(line).get(reward)
         if reason := unusable(line, value) or ("repeated" if text in seen[key] else ""):
             left_out[reason] += 1
             continue
@@ -72,6 +74,10 @@ def by_prompt(lines: list[Line], reward: str | None) -> tuple[dict[str, tuple[An
     return prompts, f"; completions left out: {told}" if told else ""
 
 
+def rewards_of(line: Line) -> Line:
+    return rewards if isinstance(rewards := line.get("rewards"), dict) else {}
+
+
 def unusable(line: Line, reward: Any) -> str:
     """Return the reason to leave a completion out, or ""."""
     text, prompt = line.get("completion"), line.get("prompt")
@@ -79,9 +85,17 @@ def unusable(line: Line, reward: Any) -> str:
         return "of several turns" if line.get("turns") else "with images"
     if not isinstance(text, str) or not text.strip() or not isinstance(prompt, str) or not prompt.strip():
         return "empty"
+    if not isinstance(line.get("role", ""), str) or not is_chat(line.get("messages") or []):
+        return "with a prompt that is no chat"
     if line.get("finish_reason") != "stop":  # it would be trained with an end that it did not have
         return "cut off"
     return "" if isinstance(reward, (int, float)) else "without a reward"
+
+
+def is_chat(messages: Any) -> bool:
+    return isinstance(messages, list) and all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str | None)
+        for each in messages)
 
 
 def prompt_of(line: Line) -> Any:

@@ -16,10 +16,18 @@ KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"
 NAMED = 12  # columns that a message lists
 LOOKED = 10_000  # lines that are checked before the library reads the file
 CHUNK = 1 << 20  # bytes read at a time
+DEEPEST = 64  # nesting of a row; the library reads no more
+LONGEST, LARGEST = 64 << 20, 16 << 20  # bytes of a line with one row; of a .json file that is checked before it is read
+MOST_COLUMNS, MOST_NAMES = 1000, 5000  # of a table, and of all objects in it: the library takes seconds for more
+WIDE = "it has {:,} columns; at most {:,} are read: leave out what is not needed, or write it as JSON in one text"
+MALFORMED = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, MemoryError,
+             StopIteration)  # raised by libraries for files that are not what they say; the last without rows
 ONE_ROW = "{} has one row, and a recipe needs two or more, to train on and to test with; add rows"
 EXACT = 1 << 53  # whole numbers from here on are rounded in floats
 DIGITS = {"int64": r"\s*[-+]?0[0-9]", "float64": r"\s*[-+]?(?:0[0-9]|[0-9]{16})"}  # a number of this dtype loses some
 EMPTY = ["", "NaN", "nan", "NULL", "null", "<NA>"]  # empty cells in columns of texts, where None and NA are words
+NO_WORDS: dict[type[BaseException], str] = {
+    StopIteration: "it is empty", MemoryError: "its rows do not fit into memory; give a part of them"}
 PARQUET = b"PAR1"  # the first and the last bytes of a parquet file
 
 
@@ -45,24 +53,63 @@ def refuse_unreadable(path: Path) -> None:
         is_empty = len(lines) < (2 if kind == ".csv" else 1) or (
             kind == ".json" and "".join(lines).split() in (["[]"], ["{}"]))
         why = "it has no rows; each prompt needs one" if is_empty else (
-            broken_line(path, LOOKED) if kind == ".jsonl" else json_fault(path) if kind == ".json" else "")
+            broken_line(path, LOOKED) if kind == ".jsonl" else json_fault(path, LOOKED) if kind == ".json" else
+            wide_line(path))
     if why:
         raise OSError(f"no rows from {str(path)!r}: {why}")
     if kind == ".json":
         check_rows(path)
 
 
-def json_fault(path: Path) -> str:
-    """Return why a .json file is neither JSON nor JSON lines; "" if it is, or if that is not seen here, as of a large
-    one or a deep one."""
+def json_fault(path: Path, most: int | None = None) -> str:
+    """Return why a .json file is neither a list of rows nor JSON lines; "" if it is, or if that is not seen here, as
+    of a large one. `most` limits the rows that are looked at."""
+    names: set[tuple[str, ...]] = set()
     try:
-        if path.stat().st_size < CHUNK:
-            json.loads(path.read_text("utf-8-sig"))
+        held = json.loads(path.read_text("utf-8-sig")) if path.stat().st_size < LARGEST else None
+        rows = islice(enumerate(held, 1), most) if isinstance(held, list) else ()
+        return next((f"row {number} of its list {why}" for number, row in rows if (why := row_fault(row, names))), "")
     except RecursionError:
-        pass
+        return "it is nested too deeply"
     except ValueError as error:
-        return broken_line(path, LOOKED) and f"it is not JSON: {error}"
-    return ""
+        return broken_line(path, most) and f"it is not JSON: {error}"
+
+
+def row_fault(row: Any, names: set[tuple[str, ...]]) -> str:
+    """Return what is wrong with a row after those whose columns, and names within them, are `names`; "" for a good
+    one. The message is meant to follow "line N" or the like."""
+    if not isinstance(row, dict):
+        return f"is not a JSON object: {json.dumps(row, ensure_ascii=False):.60}"
+    try:
+        names.update(named_in(row))
+    except ValueError as error:
+        return f"cannot be read: {error}"
+    columns = sum(len(name) == 1 for name in names) if len(names) > MOST_COLUMNS else 0
+    if columns > MOST_COLUMNS:
+        return f"brings the file to more than {MOST_COLUMNS:,} columns; write what varies as JSON in one text"
+    return "" if len(names) <= MOST_NAMES else (
+        f"brings the objects in its columns to more than {MOST_NAMES:,} names; write what varies as JSON in a text")
+
+
+def named_in(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the place of each name in nested objects and lists of them. ValueError for more than DEEPEST levels."""
+    if len(place) >= DEEPEST:
+        raise ValueError(f"{'.'.join(filter(None, place[:4])):.80} is nested more than {DEEPEST} levels deep")
+    for name, inner in value.items() if isinstance(value, dict) else (("", item) for item in value):
+        if name or isinstance(value, dict):
+            yield (*place, name)
+        if isinstance(inner, dict | list):
+            yield from named_in(inner, (*place, name))
+
+
+def wide_line(path: Path) -> str:
+    """Return a message on the first lines of a .csv file if they have too many columns; else ""."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            widest = max(map(len, islice(csv.reader(file), 3)), default=0)
+        except csv.Error:  # such as a cell that is too long for this reader, and not for the library
+            return ""
+    return WIDE.format(widest, MOST_COLUMNS) if widest > MOST_COLUMNS else ""
 
 
 def has_one_row(path: Path) -> bool:
@@ -107,8 +154,9 @@ def check_rows(path: Path) -> None:
 
 
 def check_encoding(path: Path) -> None:
-    """Raise OSError unless a text file is UTF-8. It is read in chunks, since a line may be as long as the file."""
-    decoder, place = codecs.getincrementaldecoder("utf-8")(), 0
+    """Raise OSError unless a text file is UTF-8, without a hole, as of a broken copy, or a line longer than any row. It
+    is read in chunks, since a line may be as long as the file."""
+    decoder, place, length = codecs.getincrementaldecoder("utf-8")(), 0, 0
     with path.open("rb") as file:
         while True:
             chunk = file.read(CHUNK)
@@ -121,15 +169,22 @@ def check_encoding(path: Path) -> None:
             if not chunk:
                 return
             place += len(chunk)
+            length = length + len(chunk) if b"\n" not in chunk else len(chunk) - chunk.rfind(b"\n")
+            if not chunk.strip(b"\0"):
+                raise OSError(f"no rows from {str(path)!r}: it has only zeros before byte {place:,}; copy it again")
+            if length > LONGEST and path.suffix.lower() != ".json":  # a list of rows may be one line
+                raise OSError(f"no rows from {str(path)!r}: it has a line of more than {LONGEST >> 20} MiB before byte "
+                              f"{place:,}; a line has one row")
 
 
 def broken_line(path: Path, most: int | None = None) -> str:
     """Return a message about the first line that is not a JSON object, or "". `most` limits the lines that are read."""
+    names: set[tuple[str, ...]] = set()
     with path.open(encoding="utf-8-sig") as file:
         for number, line in islice(enumerate(file, 1), most):
             try:
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    return f"line {number} is not a JSON object: {line.strip():.60}"
+                if line.strip() and (why := row_fault(json.loads(line), names)):
+                    return f"line {number} {why}"
             except RecursionError:
                 return f"line {number} is nested too deeply"
             except ValueError as error:
@@ -144,7 +199,10 @@ def columns_of(path: Path) -> list[str]:
         return []
     with path.open(encoding="utf-8-sig") as file:
         if kind == ".csv":
-            return next(csv.reader(file), [])
+            try:
+                return next(csv.reader(file), [])
+            except csv.Error:  # such as a name that is too long for this reader
+                return []
         rows = [json.loads(line) for line in islice(file, LOOKED) if line.strip()]
     return list(dict.fromkeys(name for row in rows for name in row))
 
@@ -180,7 +238,6 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
     """Return all rows of a jsonl, json, csv or parquet file, or of a split of a hub dataset ("OWNER/NAME:CONFIG"
     selects a configuration). OSError if no rows can be read, ValueError if the hub lacks the dataset."""
     from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
 
     path = Path(source)
     if is_file_name(source):
@@ -192,15 +249,36 @@ def read_rows(source: str, split: str = "train", streaming: bool = False) -> Any
         name, _, part = source.partition(":")
         find_dataset(name)
         wanted = {"path": name, "name": part or None, "split": split, "streaming": streaming}
-    try:
-        with quiet_datasets():
-            rows = load_dataset(**wanted)
-    except (OSError, ValueError, DatasetsError, StopIteration) as error:  # StopIteration for a file without rows
-        raise OSError(f"no rows from {source!r}: {reason(path, error)}") from error
+    with told(source):
+        check_width(path)
+        rows = load_dataset(**wanted)
     if any(name.startswith("__index_level_") for name in rows.column_names or []) and path.suffix.lower() == ".csv":
         raise OSError(f"no rows from {source!r}: its lines have more fields than its first line names; put texts that "
                       "hold commas into double quotes")
-    return {"json": as_written, "csv": with_words}.get(wanted["path"], lambda _, rows: rows)(path, rows)
+    with told(source):
+        return {"json": as_written, "csv": with_words}.get(wanted["path"], lambda _, rows: rows)(path, rows)
+
+
+def check_width(path: Path) -> None:
+    """Raise ValueError for a parquet file with too many columns; only its end is read."""
+    if path.suffix.lower() == ".parquet" and path.is_file():
+        from pyarrow.parquet import read_metadata
+
+        if (width := read_metadata(path).num_columns) > MOST_NAMES:
+            raise ValueError(WIDE.format(width, MOST_NAMES))
+
+
+@contextmanager
+def told(source: str) -> Iterator[None]:
+    """Turn what libraries raise in the block for a source into OSError, with a line on the cause. They are quiet."""
+    from datasets.exceptions import DatasetsError
+    from pyarrow import ArrowException
+
+    try:
+        with quiet_datasets():
+            yield
+    except (*MALFORMED, DatasetsError, ArrowException) as error:
+        raise OSError(f"no rows from {source!r}: {reason(Path(source), error)}") from error
 
 
 def as_written(path: Path, rows: Any) -> Any:
@@ -239,17 +317,11 @@ def with_words(path: Path, rows: Any) -> Any:
 
 def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
     """Return the first `count` rows of a source; no others are loaded from the hub. Raises as `read_rows` does."""
-    from datasets.exceptions import DatasetsError
-
-    if is_file_name(source):
-        rows = read_rows(source)
-        return [dict(rows[index]) for index in range(min(count, len(rows)))]
-    rows = read_rows(source, split, streaming=True)
-    try:
-        with quiet_datasets():
-            first = [dict(row) for row in rows.take(count)]
-    except (DatasetsError, ValueError) as error:
-        raise OSError(f"no rows from {source!r}: {reason(Path(source), error)}") from error
+    rows = read_rows(source, split, streaming=not is_file_name(source))
+    with told(source):
+        if is_file_name(source):
+            return [dict(rows[index]) for index in range(min(count, len(rows)))]
+        first = [dict(row) for row in rows.take(count)]
     if not first:
         raise OSError(f"no rows from {source!r}: the split {split!r} is empty")
     return first
@@ -257,10 +329,13 @@ def first_rows(source: str, split: str, count: int) -> list[dict[str, Any]]:
 
 def reason(path: Path, error: BaseException) -> str:
     """Return one line on why the library could not read a source, such as the first broken line of a .jsonl file."""
-    if path.suffix.lower() == ".jsonl" and path.is_file() and (line := broken_line(path)):
-        return line
-    said = str(error.__cause__ or error).splitlines() or ["it is empty"]
-    return "it has no rows" if "corresponds to no data" in said[0] else said[0]
+    faults = {".jsonl": broken_line, ".json": json_fault}
+    if path.is_file() and (why := faults.get(path.suffix.lower(), lambda _: "")(path)):
+        return why
+    said = str(error.__cause__ or error).splitlines() or [NO_WORDS.get(type(error), type(error).__name__)]
+    if isinstance(error, TypeError | AttributeError | LookupError | RuntimeError):  # from within the library
+        return f"it, or its metadata, is not as the library `datasets` writes it ({said[0]:.200}); write it anew"
+    return "it has no rows" if "corresponds to no data" in said[0] else f"{said[0]:.300}"
 
 
 def cell_text(value: Any) -> str | None:

@@ -143,6 +143,7 @@ def lora_config(settings: dict[str, Any], folder: Path) -> LoraConfig:
         usual = LoraConfig()
         known = {name: value for name, value in settings.items() if hasattr(usual, name) and name != "runtime_config"
                  and not (value is None and isinstance(getattr(usual, name), dict))}  # null: PEFT's default
+        utils.check_given(known, {name: rule for name, rule in OF_FILES.items() if name in known})
         config = LoraConfig(**known)
         if config.target_modules is None:
             raise ValueError("target_modules is null; the names of the layers that have LoRA are needed")

@@ -18,6 +18,7 @@ complete whenever the process dies. Folders named `.checkpoint-...` are unfinish
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lowmem_grpo.runs import checkpoint_state
-from lowmem_grpo.runs.checkpoint_state import FORMAT, adapter_tensors, decode, load_tensors
+from lowmem_grpo.runs.checkpoint_state import FORMAT, adapter_tensors, checked, decode, load_tensors
 from lowmem_grpo.runs.expert_names import named_in_model
 from lowmem_grpo.runs.files import aside_of, flush, free_bytes, move, refused, remove, removed_after, swap_in
 from lowmem_grpo.runs.records import FINAL, json_object
@@ -48,8 +49,10 @@ from lowmem_grpo.runs.saved_adapter import (
     same_model,
     verify,
 )
+from lowmem_grpo.utils import GIB, bytes_of
 
 logger = logging.getLogger(__name__)
+MALFORMED = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, SafetensorError)
 KEPT = "{}.safetensors"  # an adapter that the run keeps beside the trained one, by what it is for
 
 
@@ -102,11 +105,13 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
     MismatchError for a checkpoint that does not fit, or of another method than `method`, the kind of training."""
     verify(folder)
     with trusted(folder):
-        content = json_object((folder / "state.json").read_bytes())
+        content = json_object(bytes_of(folder / "state.json", GIB))
         settings, config = adapter_settings(folder), model.peft_config[checkpoint_state.ADAPTER]
         held = adapter_tensors(model)
         adapter = named_in_model(load_file(folder / ADAPTER_FILE), settings, folder)
         check_method(folder, content["state"], method)
+        checkpoint_state.check_state(content["state"])
+        check_step(folder, content["state"])
         check_fits(folder, content, optimizer)
         check_adapter(folder, adapter, held)
         check_scaling(settings, config, folder)
@@ -117,7 +122,8 @@ def load_checkpoint(folder: Path, model: PeftModel, optimizer: Optimizer, schedu
             (dtypes, stored, _), (own_dtypes, own_stored, _) = saved.split(" "), own.split(" ")
             tell_other_base(there, here, dtypes == own_dtypes and stored != own_stored, folder)
         tensors, random = load_tensors(folder / "optimizer.safetensors"), load_tensors(folder / "rng.safetensors")
-        steps, schedule = decode(content["optimizer"]["content"], tensors), decode(content["scheduler"], tensors)
+        steps = decode(content["optimizer"]["content"], tensors)
+        schedule = checked(decode(content["scheduler"], tensors), scheduler.state_dict(), "the schedule")
         state: dict[str, Any] = content["state"]
         checkpoint_state.restore_random(content["random"], random)
         checkpoint_state.restore_optimizer(optimizer, steps, tensors)
@@ -135,9 +141,10 @@ def trusted(folder: Path, *own: type[Exception]) -> Iterator[None]:
         yield
     except kept:
         raise
-    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, SafetensorError) as error:
+    except MALFORMED as error:
+        said = str(error) if type(error) is ValueError else repr(error)
         raise CheckpointError(f"{folder / 'state.json'}, or a file beside it, is altered: it does not hold what a run "
-                              f"saves ({error!r}); use an older checkpoint") from error
+                              f"saves ({said:.300}); use an older checkpoint") from error
 
 
 def load_weights(folder: Path, model: PeftModel) -> None:
@@ -173,15 +180,25 @@ def check_method(folder: Path, state: dict[str, Any], method: str | None) -> Non
                             f"FastLanguageModel.from_pretrained({str(folder)!r}), and begin a new run")
 
 
+def check_step(folder: Path, state: dict[str, Any]) -> None:
+    """Raise CheckpointError for the state of another step than the folder's name says."""
+    step, named = (state.get("trainer") or {}).get("global_step"), re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    if step is not None and named and int(named[1]) != step:
+        raise CheckpointError(f"{folder / 'state.json'} is altered: its global_step is {step!r:.40}, and the folder is "
+                              f"{folder.name}; use an older checkpoint, or give the folder its name back")
+
+
 def check_fits(folder: Path, content: dict[str, Any], optimizer: Optimizer) -> None:
     """Raise MismatchError unless the checkpoint's format and optimizer match those of this run."""
     if content["format"] != FORMAT:
-        raise MismatchError(f"{folder} has checkpoint format {content['format']}; this version reads only {FORMAT}")
+        raise MismatchError(f"{folder} has checkpoint format {content['format']!r:.40}; this version reads only "
+                            f"{FORMAT}")
     saved, mine = content["optimizer"], checkpoint_state.optimizer_shape(optimizer)
     if (saved["class"], saved["group_sizes"]) != mine:
-        raise MismatchError(f"{folder} holds the state of {saved['class']} over {saved['group_sizes']} parameters (a "
-                            f"number for each group); here it is {mine[0]} over {mine[1]}. Resume with the optimizer "
-                            "and adapter of the saved run")
+        kind, sizes = f"{saved['class']!s:.40}", f"{saved['group_sizes']!s:.200}"
+        raise MismatchError(f"{folder} holds the state of {kind} over {sizes} parameters (a number for each group); "
+                            f"here it is {mine[0]} over {mine[1]}. Resume with the optimizer and adapter of the saved "
+                            "run")
 
 
 def check_adapter(folder: Path, saved: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:

@@ -14,7 +14,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lowmem_grpo.runs.state import NUMBER, NUMBER_LIST, TALLY, TrainerState
+from lowmem_grpo.utils import NUMBER_DICT, OF_KINDS, TRUTH, Rule, check_ranges, is_number, require
+
 FORMAT = 1
+OF_STATE: dict[str, Rule] = {  # of what a run saves beside `trainer`, by their places; each may be null or missing
+    **dict.fromkeys(("source.position", "source.rows", "source.rounds", "source.drawn", "source.taken",
+                     "memory.train.lowered", "memory.train.failures", "memory.rollout.lowered",
+                     "memory.rollout.failures", "memory.rollout.kv_bytes", "objective.steps", "threads"), TALLY),
+    **dict.fromkeys(("objective.last_k3", "objective.entropy.coef", "objective.entropy.last_entropy",
+                     "source.pools.worst", "source.pools.best"), NUMBER),
+    **dict.fromkeys(("objective.large_mismatch", "keeps_reference"), TRUTH),
+    **dict.fromkeys(("trainer", "config"), OF_KINDS[dict]),
+    **dict.fromkeys(("source.skipped", "records", "scaler"), NUMBER_DICT), "source.unusable": NUMBER_LIST,
+    "source.pools.rows": ("a list of four values of each row", lambda value: isinstance(value, list) and all(
+        isinstance(row, list) and len(row) == 4 and all(held is None or is_number(held) for held in row)
+        for row in value)),
+}
 ADAPTER = "default"  # peft's default name, whose adapter it saves at the top level of the folder
 
 
@@ -104,15 +120,49 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
     return tuple(decode(inner, tensors))
 
 
+def check_state(state: dict[str, Any]) -> None:
+    """Raise ValueError, naming the field, for a value in a caller's state that no run saves there."""
+    for place, rule in OF_STATE.items():
+        value: Any = state
+        names = place.split(".")
+        for depth, name in enumerate(names):
+            require(".".join(names[:depth]) or "state", value, OF_KINDS[dict])
+            if (value := value.get(name)) is None:
+                break
+        else:
+            require(place, value, rule)
+    check_ranges(TrainerState, state.get("trainer") or {})
+
+
+def is_like(saved: Any, own: Any) -> bool:
+    """Return whether a saved value is of the kind of the value that this run has in its place."""
+    if own is None or is_number(own):
+        return own is None or is_number(saved)
+    if isinstance(own, list | tuple) and isinstance(saved, list | tuple):
+        return len(own) == len(saved) and all(map(is_like, saved, own))
+    return type(saved) is type(own)
+
+
+def checked(saved: dict[str, Any], own: dict[str, Any], whose: str) -> dict[str, Any]:
+    """Return the saved fields that `own` has too. ValueError for one of another kind."""
+    kept = {name: value for name, value in saved.items() if name in own}
+    for name, value in kept.items():
+        if not is_like(value, own[name]):
+            raise ValueError(f"{name} of {whose} is {value!r:.80}, and {own[name]!r:.80} here")
+    return kept
+
+
 def optimizer_shape(optimizer: Optimizer) -> tuple[str, list[int]]:
     kind = type(getattr(optimizer, "inner", optimizer))  # LoRA's, where more is trained beside it
     return kind.__name__, [len(group["params"]) for group in optimizer.param_groups]
 
 
 def restore_optimizer(optimizer: Optimizer, state: dict[str, Any], saved: dict[str, Tensor]) -> None:
-    """Load an optimizer's state in its saved dtypes, not the parameters'. `fused` and `foreach` stay as they are."""
+    """Load an optimizer's state in its saved dtypes, not the parameters'. `fused`, `foreach` and what the saved state
+    lacks stay as they are."""
     for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
-        group.update({name: own[name] for name in ("fused", "foreach") if name in own})
+        checked(group, {name: value for name, value in own.items() if name != "params"}, "the optimizer")
+        group.update({name: value for name, value in own.items() if name in ("fused", "foreach") or name not in group})
     optimizer.load_state_dict(state)
     held: dict[str, Tensor] = {}
     encode(optimizer.state_dict(), "", held)

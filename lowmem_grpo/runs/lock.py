@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import socket
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -67,8 +68,10 @@ if hasattr(os, "register_at_fork"):
 def locked(path: Path) -> int:
     """Open and lock the file at `path`, and return its descriptor."""
     for left in reversed(range(TRIES)):
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)  # Windows lacks it
         try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):  # what is read from a pipe is waited for
+                raise OSError("it is a pipe or a device, and no file")
             take(file, path)
             if is_at(file, path) or not left:
                 return file

@@ -7,13 +7,16 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowmem_grpo.runs.files import flush, free_bytes, move, refused, write_whole
 from lowmem_grpo.runs.trajectory import content_text, episode_fields
+from lowmem_grpo.utils import MIB, bytes_of, is_number, size_text
 
 if TYPE_CHECKING:
     from lowmem_grpo.types import RolloutGroup  # needs torch, which reports do without
@@ -23,6 +26,9 @@ METRICS, COMPLETIONS, SUMMARY, REPORT = "metrics.jsonl", "completions.jsonl", "s
 FINAL, NONFINITE, EARLIER, PAIRS = "adapter", "nonfinite.jsonl", "earlier", "pairs.jsonl"
 TENSORBOARD, PICTURES = "tensorboard", "pictures"  # folders
 PICTURE = re.compile("[0-9a-f]{32}")  # the name of an image
+LONGEST = 64 * MIB  # bytes of a line
+DEEPEST = 200  # levels of a record: what reads it recurses over them
+LAST_STEP = 2**53  # the largest exact integer in JavaScript
 OF_A_RUN = (COMPLETIONS, PICTURES, REPORT, NONFINITE, PAIRS, FINAL, TENSORBOARD, METRICS, SUMMARY)  # and checkpoints
 
 
@@ -88,10 +94,10 @@ class RunRecords:
             self.sizes[name] = (self.run_dir / name).stat().st_size
         return held.get(METRICS, [])
 
-    def missing(self, written: dict[str, int]) -> list[str]:
+    def missing(self, written: dict[str, int] | None) -> list[str]:
         """Return a message for each file with fewer lines than a checkpoint counted (`written`)."""
         return [f"{self.run_dir / name} has {self.lines[name]} of the {count} lines that it had"
-                for name, count in written.items() if name != NONFINITE and self.lines[name] < count]
+                for name, count in (written or {}).items() if name != NONFINITE and self.lines[name] < count]
 
     def flush(self) -> None:
         """Fsync the records before a checkpoint, which must not survive a power cut without its lines."""
@@ -139,7 +145,7 @@ class RunRecords:
         if not os.path.lexists(path):
             return {}
         try:
-            return json_object(path.read_bytes())
+            return json_object(bytes_of(path))
         except (OSError, ValueError) as error:
             broken = path.with_name(f"{SUMMARY}.broken-{os.getpid()}")
             logger.warning("%s cannot be read (%s); it is renamed to %s, a new one begins", path, error, broken.name)
@@ -154,6 +160,7 @@ class RunRecords:
         self.check_lines()
         length = path.stat().st_size if path.exists() else 0
         try:
+            refuse_pipe(path)
             with path.open("ab", buffering=0) as file:
                 written = 0
                 while written < len(text):
@@ -184,7 +191,7 @@ class NoRecords(RunRecords):
     def known(self) -> dict[str, Any]:
         return {}
 
-    def missing(self, written: dict[str, int]) -> list[str]:
+    def missing(self, written: dict[str, int] | None) -> list[str]:
         return []
 
 
@@ -235,15 +242,10 @@ def chat_fields(prompt: Any) -> dict[str, Any]:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file, without an unfinished last line; ValueError for a damaged line."""
     records = []
-    *complete, last = path.read_bytes().split(b"\n")
-    for number, line in enumerate([*complete, last], start=1):
-        if not line.strip():
-            continue
-        try:
-            records.append(step_record(line))
-        except ValueError as error:
-            if number <= len(complete):
-                raise ValueError(f"{path}, line {number} {error}") from error
+    for record, fault in records_of(path):
+        if fault:
+            raise ValueError(fault)
+        records.append(record)
     return records
 
 
@@ -252,20 +254,43 @@ def kept_lines(path: Path, step: int) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     damage = ""
     try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read: {error.strerror}; move it away, or mend it") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = step_record(line) if line.strip() else {"step": math.inf}
-        except ValueError as error:
-            damage = damage or f"{path}, line {number} {error}"
-            continue
-        if record["step"] <= step and damage:
-            raise RecordError(f"{damage}; mend the line, or delete it, then resume")
-        if record["step"] <= step:
+        for record, fault in records_of(path):
+            damage = damage or fault
+            if fault or record["step"] > step:
+                continue
+            if damage:
+                raise RecordError(f"{damage}; mend the line, or delete it, then resume")
             kept.append(record)
+    except ValueError as error:
+        raise RecordError(f"{error}; mend the line, or delete it, then resume") from error
+    except OSError as error:
+        why = f"{path} cannot be read: {error.strerror}" if error.strerror else str(error)
+        raise RecordError(f"{why}; move it away, or mend it") from error
     return kept
+
+
+def records_of(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the record of each line and "", or for a damaged one {} and what is wrong. An unfinished last line is left
+    out. OSError, before it is opened, for what is no file; ValueError for a line longer than any record."""
+    refuse_pipe(path)
+    with path.open("rb") as file:
+        for number in count(1):
+            if not (line := file.readline(LONGEST)):
+                return
+            if len(line) == LONGEST:
+                raise ValueError(f"{path}, line {number} has {size_text(LONGEST)} or more, which no record has")
+            try:
+                if line.strip():
+                    yield step_record(line), ""
+            except ValueError as error:
+                if line.endswith(b"\n"):
+                    yield {}, f"{path}, line {number} {error}"
+
+
+def refuse_pipe(path: Path) -> None:
+    """Raise OSError for what is there and is no file; a pipe would be waited for."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is a folder, a pipe or a device; a file is needed")
 
 
 def step_record(line: bytes) -> dict[str, Any]:
@@ -274,20 +299,40 @@ def step_record(line: bytes) -> dict[str, Any]:
         record = json_object(line)
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from error
-    if type(record.get("step")) not in (int, float):
-        raise ValueError(f"has no step: {line[:80].decode(errors='replace')}")
-    return record
+    if "step" not in record:
+        raise ValueError(f"has no step: {line.strip()[:80].decode(errors='replace')}")
+    step = record["step"]
+    if not is_number(step) or not 0 <= step <= LAST_STEP or step % 1:
+        raise ValueError(f"has the step {step!r:.80}; a step is a whole number from 0 to 2**53")
+    return record | {"step": int(step)}
 
 
 def json_object(text: bytes) -> dict[str, Any]:
-    """Parse a JSON object, with NaN and infinity as None; ValueError for anything else."""
+    """Parse a JSON object, with NaN, infinity and numbers beyond a float's as None; ValueError for anything else, and
+    for more than DEEPEST levels."""
     try:
-        value = json.loads(text, parse_constant=lambda _: None)
+        value = json.loads(text, parse_constant=lambda _: None, parse_int=partial(number_of, int),
+                           parse_float=partial(number_of, float))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__} where an object should be")
+    if levels_of(value) > DEEPEST:
+        raise ValueError("it is nested too deeply")
     return value
+
+
+def number_of(kind: type, digits: str) -> Any:
+    return kind(digits) if math.isfinite(float(digits)) else None
+
+
+def levels_of(value: Any) -> int:
+    """Return how deep lists and objects are nested, without recursion."""
+    level, levels = [value], 0
+    while level := [inner for held in level if isinstance(held, dict | list)
+                    for inner in (held.values() if isinstance(held, dict) else held)]:
+        levels += 1
+    return levels
 
 
 def to_line(record: dict[str, Any]) -> str:

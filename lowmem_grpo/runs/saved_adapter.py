@@ -10,7 +10,19 @@ from typing import Any
 from lowmem_grpo.config.teacher import OF_MODEL
 from lowmem_grpo.runs.files import beside
 from lowmem_grpo.runs.records import FINAL, SUMMARY, json_object
-from lowmem_grpo.utils import COUNT, MIB, PATH, TEXT, TRUTH, Rule, check_given, is_adapter, leads_out, read_json
+from lowmem_grpo.utils import (
+    COUNT,
+    MIB,
+    PATH,
+    TEXT,
+    TRUTH,
+    Rule,
+    bytes_of,
+    check_given,
+    is_adapter,
+    leads_out,
+    read_json,
+)
 
 ADAPTER_FILE = "adapter_model.safetensors"
 FILES = (ADAPTER_FILE, "adapter_config.json", "optimizer.safetensors", "rng.safetensors", "state.json")
@@ -52,7 +64,7 @@ def verify(folder: Path) -> None:
             if path.stat().st_size < expected["size"]:
                 raise CheckpointError(f"{path} is truncated: {path.stat().st_size:,} of {expected['size']:,} bytes; "
                                       "use an older checkpoint")
-            if fingerprint(path) != expected:
+            if path.stat().st_size != expected["size"] or fingerprint(path) != expected:
                 raise CheckpointError(f"{path} is altered: it differs from what was written; use an older checkpoint")
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}; use an older checkpoint"
@@ -112,7 +124,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {folder} is not a whole checkpoint")
     try:
-        listed = json_object(path.read_bytes())["files"]
+        listed = json_object(bytes_of(path))["files"]
         files = {name: {"size": int(entry["size"]), "sha256": entry["sha256"]} for name, entry in listed.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} is truncated or altered ({error!r:.200}); use an older checkpoint") from error
@@ -197,7 +209,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json_object(path.read_bytes())
+        return json_object(bytes_of(path))
     except ValueError as error:
         raise RunError(f"{path} is not JSON: {error}") from error
 
@@ -229,7 +241,7 @@ def base_of_adapter(folder: Path) -> BaseRecord:
     own = folder / BASE_FILE
     if own.is_file():
         try:
-            record = BaseRecord(**read_json(own.read_bytes(), MOST_BYTES))
+            record = BaseRecord(**read_json(bytes_of(own, MOST_BYTES)))
             check_given(asdict(record), OF_BASE)
             return record
         except (ValueError, TypeError) as error:
@@ -242,7 +254,7 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     """Return adapter_config.json. AdapterError if it cannot be read, or is not of type LoRA."""
     path = folder / "adapter_config.json"
     try:
-        settings = read_json(path.read_bytes(), MOST_BYTES)
+        settings = read_json(bytes_of(path, MOST_BYTES))
     except ValueError as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {path.name}: {error}; use an older checkpoint"
                            ) from error
@@ -251,7 +263,8 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
     if not isinstance(base := settings.get("base_model_name_or_path") or "", str):
         raise AdapterError(f"{path}: base_model_name_or_path is {base!r:.80}; it must be a text, or null")
     if settings.get("peft_type") != "LORA":
-        raise AdapterError(f"the adapter in {folder} is of type {settings.get('peft_type')}; only LoRA can be loaded")
+        raise AdapterError(f"the adapter in {folder} is of type {settings.get('peft_type')!s:.40}; only LoRA can be "
+                           "loaded")
     return settings
 
 

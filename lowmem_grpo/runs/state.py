@@ -13,12 +13,23 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lowmem_grpo.utils import ZERO_OR_MORE, Rule, is_number, within
+from lowmem_grpo.utils import number as numeric
 
 if TYPE_CHECKING:
     from lowmem_grpo.memory.peaks import PhasePeaks  # loads torch, and is needed only as a type
 
 OF_SETTINGS = ("max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs")
+TALLY = within(0, 2**53)  # what a checkpoint may say of steps, rows and tokens
+NUMBER = numeric("a finite number", math.isfinite)
+LINES: Rule = ("a list of lines of numbers", lambda value: isinstance(value, list) and all(
+    isinstance(line, dict) and all(held is None or is_number(held) for held in line.values()) for line in value))
+NUMBER_LIST: Rule = ("a list of numbers", lambda value: isinstance(value, list) and all(map(is_number, value)))
+ALARMS: Rule = ("steps and a list of numbers (kept) of each alarm", lambda value: isinstance(value, dict) and all(
+    isinstance(held, dict) and TALLY[1](held.get("steps")) and NUMBER_LIST[1](held.get("kept"))
+    for held in value.values()))
 OF_STEPS = ("loss", "grad_norm", "learning_rate")  # in log lines, but not in the summary
 
 
@@ -47,6 +58,11 @@ class TrainerState:
     train_batch_size: int | None = None
     num_train_epochs: int = 0
     is_world_process_zero = is_local_process_zero = True
+    RANGES: ClassVar[dict[str, Rule]] = {
+        **dict.fromkeys(("global_step", "max_steps", "policy_version", "num_tokens", "nonfinite_steps",
+                         "nonfinite_in_a_row", "best_global_step"), TALLY),
+        "epoch": ZERO_OR_MORE, "elapsed": ZERO_OR_MORE, "alarms": ALARMS, "unlogged": LINES,
+        "best_metric": NUMBER}
     is_hyper_param_search, trial_name, trial_params, total_flos = False, None, None, 0.0
 
     @property
@@ -165,8 +181,9 @@ class Clock:
 
 
 def mean_of(steps: list[dict[str, float]]) -> dict[str, float]:
-    names = sorted({name for step in steps for name in step})
-    return {name: fmean(step[name] for step in steps if name in step) for name in names}
+    """Return the mean of each name over the steps that have it; None, which a checkpoint has for NaN, is left out."""
+    names = sorted({name for step in steps for name, value in step.items() if value is not None})
+    return {name: fmean(step[name] for step in steps if step.get(name) is not None) for name in names}
 
 
 STOPS = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}

@@ -19,7 +19,7 @@ from typing import Any
 
 from lowmem_grpo.runs.files import check_folder, lock_file, move
 from lowmem_grpo.server.users import key_fault, new_key
-from lowmem_grpo.utils import JsonError, read_json
+from lowmem_grpo.utils import MIB, JsonError, bytes_of, read_json
 
 logger = logging.getLogger(__name__)
 DEFAULT = Path("~/.lowmem-grpo")
@@ -197,11 +197,11 @@ def read_address(path: Path) -> Address:
     """Read a server's address from its folder or its address file. OSError if there is none or it is damaged."""
     path = path.expanduser()
     try:
-        address = json.loads((path / ADDRESS if path.is_dir() else path).read_text(encoding="utf-8"))
+        address = read_json(bytes_of(path / ADDRESS if path.is_dir() else path, MIB), any_number=True)
         if not re.fullmatch("[!-~]+", str(address["key"])) or not isinstance(address["key"], str):
             raise ValueError("the key is no text of letters, digits and signs")
-        if not isinstance(address["url"], str) or not address["url"].startswith(("http://", "https://")):
-            raise ValueError(f"url is {address['url']!r}, where http://ADDRESS should be")
+        if not isinstance(address["url"], str) or not re.fullmatch("https?://.{0,1000}", address["url"]):
+            raise ValueError(f"url is {address['url']!r:.80}, where http://ADDRESS should be")
         return Address(address["url"], address["key"])
     except FileNotFoundError:
         raise OSError(f"no server is known here ({path}): start one with `lowmem-grpo serve`, or copy the server.json "
@@ -255,6 +255,6 @@ class ServerClient:
 
 def words_of(error: urllib.error.HTTPError) -> str:
     try:
-        return str(json.loads(error.read())["error"]["message"])
+        return str(read_json(error.read(MIB), MIB)["error"]["message"])
     except (ValueError, KeyError, TypeError, OSError):
         return f"the server answered {error.code} {error.reason}"

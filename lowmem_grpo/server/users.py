@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
-from lowmem_grpo.utils import COUNT, GIB, MIB, Rule, check_ranges
+from lowmem_grpo.utils import COUNT, GIB, MIB, Rule, check_ranges, size_text
 
 OWNER = "owner"  # the user that started the server and sees everything
 JOBS = "jobs"  # the right to start programs on the server's machine
@@ -27,6 +27,7 @@ VALUE = re.compile(r"([0-9]{1,12})(MiB|GiB|)")
 BYTES = ("bodies", "storage")
 FORM = "write requests=4096, bodies=512MiB, storage=50GiB or models=8"
 LASTS = 7 * 24 * 3600.0  # seconds until a browser has to sign in again
+MOST_BYTES = MIB  # of a key file
 MOST_BROWSERS = 1000  # signed in at a time; the oldest is signed out first
 
 
@@ -60,7 +61,7 @@ class Allowance:
             name, _, value = word.partition("=")
             match = VALUE.fullmatch(value)
             if name not in {field.name for field in fields(self)} or match is None or (match[2] and name not in BYTES):
-                raise ValueError(f"{word!r} is no limit; {FORM}")
+                raise ValueError(f"{word!r:.80} is no limit; {FORM}")
             if name in changes:
                 raise ValueError(f"{name} stands twice; give it once")
             changes[name] = int(match[1]) * UNITS[match[2]]
@@ -90,11 +91,13 @@ class Users:
     def __init__(self, owner_key: str, others: Iterable[tuple[User, str]] = ()) -> None:
         """`others` are the users of a key file. ValueError for a duplicate name or key."""
         self.known: dict[bytes, User] = {}
+        names: set[str] = set()
         for user, key in ((User(OWNER), owner_key), *others):
             digest = bytes.fromhex(key[7:]) if HASH.fullmatch(key) else hashed(key)
-            if digest in self.known or user.name in {other.name for other in self.known.values()}:
+            if digest in self.known or user.name in names:
                 raise ValueError(f"the name or the key of {user.name} stands twice; give each user one of their own")
             self.known[digest] = user
+            names.add(user.name)
 
     def __call__(self, key: str) -> User | None:
         """Return the user with this key. The lookup is by hash, so its timing reveals nothing about keys."""
@@ -124,14 +127,19 @@ def key_fault(key: object) -> str:
 
 def read_users(path: Path, usual: Allowance | None = None) -> list[tuple[User, str]]:
     """Read a key file: one `NAME KEY` per line, then optionally `jobs` and limits such as `storage=50GiB`; other limits
-    come from `usual`. KEY may be `sha256:` and the key's hash. ValueError names an invalid line; OSError if other users
-    can read or change the file."""
+    come from `usual`. KEY may be `sha256:` and the key's hash. ValueError names an invalid line, or what is no key
+    file; OSError if other users can read or change the file."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path} is a folder, a pipe or a device, and no key file; write NAME KEY on each line of one")
     with path.open("rb") as file:
-        status, content = os.fstat(file.fileno()), file.read()
+        status, content = os.fstat(file.fileno()), file.read(MOST_BYTES + 1)
     if status.st_uid not in (0, os.geteuid()):
         raise OSError(f"{path} holds keys, and another user of this machine owns it: copy it, and give the copy")
     if status.st_mode & 0o077:
         raise OSError(f"{path} holds keys, and others on this machine can read it: chmod 600 {path}")
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"{path} is no key file: it has more than {size_text(MOST_BYTES)}; write NAME KEY on each "
+                         "line")
     try:
         lines = enumerate(content.decode().split("\n"), 1)
     except UnicodeDecodeError as error:
@@ -151,13 +159,13 @@ def user_of(line: str, where: str, usual: Allowance) -> tuple[User, str]:
     name, key, *more = words
     rights, limits = [word for word in more if "=" not in word], [word for word in more if "=" in word]
     if not NAME.fullmatch(name) or name == OWNER:
-        raise ValueError(f"{where}: the name is {name!r}; it may have letters, digits and _.-, and not be {OWNER}")
+        raise ValueError(f"{where}: the name is {name!r:.80}; it may have letters, digits and _.-, and not be {OWNER}")
     if key == f"sha256:{hashed('').hex()}":
         raise ValueError(f"{where}: the key of {name} is the hash of an empty text, which is no key")
     if not HASH.fullmatch(key) and (fault := key_fault(key)):
         raise ValueError(f"{where}: the key of {name} {fault}")
     if unknown := sorted(set(rights) - set(RIGHTS)):
-        raise ValueError(f"{where}: there is no right {', '.join(unknown)}; there is {', '.join(RIGHTS)}")
+        raise ValueError(f"{where}: there is no right {', '.join(unknown):.80}; there is {', '.join(RIGHTS)}")
     try:
         return User(name, tuple(rights), usual.but(limits) if limits else None), key
     except ValueError as error:

@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from lowmem_grpo.cli.options import parsed
 
 PLAN, TINY = "plan --model qwen3-8b --gpu t4", "eval tiny --recipe arithmetic"
 WRONG = {  # command line: words of the refusal
@@ -357,3 +362,18 @@ run.run(["arithmetic", "output_dir=here"])
     done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, cwd=tmp_path)
     assert done.stderr.splitlines() == [
         "recipe arithmetic, records in here; loading torch and other libraries ...", "then: []"]
+
+
+@pytest.mark.parametrize(("text", "size", "words"), [
+    ("x = 1", 3 << 30, "has 3.00 GiB; at most 1.0 MiB are read"), ("x=" + "-" * 10**5 + "1", 0, "cannot be read"),
+    ("\0", 0, "null bytes"), ("x=" + "[" * 5000, 0, "too many nested parentheses")])
+def test_a_recipe_too_large_or_too_deep_is_refused_in_a_line(
+    text: str, size: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    if size:
+        os.truncate(tmp_path / "mine.py", size)
+        monkeypatch.setattr(Path, "open", Mock(side_effect=AssertionError("it is read")))
+    with pytest.raises(ValueError, match=r"mine\.py cannot be read as a recipe") as refused:
+        parsed(tmp_path / "mine.py")
+    assert words in str(refused.value)

@@ -1,5 +1,6 @@
 """`lowmem-grpo pairs`: right completions stand against wrong ones of the same prompt, as rows that trainers read."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,3 +133,27 @@ def test_the_completions_of_a_recipe_give_pairs(tmp_path: Path) -> None:
     run_well("arithmetic", tmp_path / "run", "num_generations=16", "per_device_train_batch_size=64", "max_steps=4")
     for row in made(tmp_path / "run", "--margin", 0.1):
         assert row["prompt"][-1]["role"] == "user" and row["chosen"] != row["rejected"]
+
+
+@every_row("value", ["x", [1], 5, "1" + "0" * 400, None, {"a": "b"}])
+@every_row("name", ["rewards", "reward", "role", "messages", "turns"])
+def test_a_completion_with_a_field_of_another_kind_is_left_out_or_taken_without_it(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    folder = record(tmp_path, [group(ASK, two=1.0, three=0.0, four=1.0)])
+    first, *others = (folder / "completions.jsonl").read_text().splitlines()
+    broken = json.loads(first) | {name: "HERE"}
+    said = value if str(value).startswith("100") else json.dumps(value)
+    (folder / "completions.jsonl").write_text("\n".join([json.dumps(broken).replace('"HERE"', said), *others, ""]))
+    for options in ((), ("--reward", "right")):
+        rows = made(folder, *options)
+        assert len(rows) == 1 and rows[0]["rejected"][0]["content"] == "three"
+
+
+def test_names_of_reward_functions_in_a_message_are_few_and_short(tmp_path: Path) -> None:
+    folder = record(tmp_path, [group(ASK, two=1.0)])
+    line = lines(folder / "completions.jsonl")[0]
+    line["rewards"] = {"q" * 10**6: 1.0, "a\nb": 1.0, **{f"r{number}": 1.0 for number in range(10**4)}}
+    (folder / "completions.jsonl").write_text(json.dumps(line) + "\n")
+    said = str(invoke("pairs", folder, "--reward", "nope").output)
+    assert "functions are " + "q" * 80 + ", a b, r0" in said and len(said) < 1000

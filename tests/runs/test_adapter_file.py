@@ -120,7 +120,8 @@ def test_every_setting_of_peft_with_any_value_works_or_is_refused_in_one_line(
             with adapter_for(model.inner, model.load_lora(copy)):
                 pass
         except AdapterError as error:
-            assert name.replace("_", "") in str(error).lower().replace("_", "").replace(" ", ""), name
+            said = str(error).lower().replace("_", "").replace(" ", "")
+            assert name.replace("_", "") in said or "does not name" in str(error), name  # of other layers than the file
             assert "\n" not in str(error), name
 
 

@@ -395,3 +395,85 @@ def test_pruning_keeps_the_best_the_newest_and_the_last_good(tmp_path: Path) -> 
     assert checkpoint.prune(tmp_path, 1, {folders[0]}) == [folders[3]]
     assert checkpoint.list_checkpoints(tmp_path) == [folders[0], folders[2], folders[4]]
     assert sorted(tmp_path.iterdir()) == sorted([folders[0], folders[2], folders[4]])
+
+
+def altered(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """The folder with another state.json, whose manifest lists it as it is now."""
+    state, manifest = (json.loads((folder / name).read_text()) for name in ("state.json", "manifest.json"))
+    change(state)
+    (folder / "state.json").write_text(json.dumps(state).replace('"1e999"', "1e999"))
+    manifest["files"]["state.json"] = saved_adapter.fingerprint(folder / "state.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize("step", [10**30, 4, -3, "3", 10**400, 3.5, True, [3], "1e999"], ids=lambda n: f"{n!s:.9}")
+def test_a_state_of_another_step_than_its_folder_is_refused(step: Any, tmp_path: Path) -> None:
+    folder = altered(training(1).save(tmp_path, 3), lambda all: all["state"].update(trainer={"global_step": step}))
+    with pytest.raises(CheckpointError, match=r"state\.json.* is altered: .*global_step.*; use an older checkpoint"):
+        training(2).load(folder)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-3", "final", "my checkpoint-4"])
+def test_a_state_of_its_folders_step_or_in_a_folder_with_another_name_is_read(name: str, tmp_path: Path) -> None:
+    folder = altered(training(1).save(tmp_path, 3), lambda all: all["state"].update(trainer={"global_step": 3}))
+    assert training(2).load(folder.rename(tmp_path / name))["trainer"] == {"global_step": 3}
+
+
+WRONG_STATES = {
+    "trainer": [[1], "x", 5], "trainer.policy_version": ["x", -1, 10**30, 0.5, None], "trainer.elapsed": ["x", -1],
+    "trainer.epoch": [[1], "1e999"], "trainer.alarms": [[1], {"a": 5}, {"a": {"steps": -1, "kept": []}}],
+    "trainer.unlogged": ["x", [5], [{"loss": "x"}]], "trainer.best_metric": ["x", [1]],
+    "source": ["x"], "source.position": ["x", -1, 10**30], "source.skipped": [{"a": "b"}, "x"],
+    "source.pools.rows": [[[1]], [5], "x"], "memory.train.lowered": ["x", -1], "memory.rollout.kv_bytes": [0.5, [1]],
+    "objective.last_k3": ["x", True], "records": [[1], {"metrics.jsonl": "x"}], "threads": ["x"], "config": [[1]],
+}
+
+
+@pytest.mark.parametrize(("place", "value"), [(place, value) for place, each in WRONG_STATES.items() for value in each],
+                         ids=lambda held: f"{held!s:.25}")
+def test_a_field_of_the_state_that_no_run_saves_is_named(place: str, value: Any, tmp_path: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        *above, name = place.split(".")
+        inner = content["state"]
+        for part in above:
+            inner = inner.setdefault(part, {})
+        inner[name] = value
+
+    folder = altered(training(1).save(tmp_path, 3), change)
+    with pytest.raises(CheckpointError, match=r"state\.json, or a file beside it, is altered: .*use an") as refused:
+        training(2).load(folder)
+    assert place.removeprefix("trainer.") in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["x", ["x", "y"], None, {"dict": []}, "1e999", True], ids=str)
+@pytest.mark.parametrize("where", ["lr", "betas", "last_epoch", "base_lrs"])
+def test_an_optimizer_or_schedule_with_a_value_of_another_kind_is_refused(
+    where: str, value: Any, tmp_path: Path
+) -> None:
+    def change(content: dict[str, Any]) -> None:
+        groups = dict(content["optimizer"]["content"]["dict"])["param_groups"]
+        for pair in [*groups[0]["dict"], *content["scheduler"]["dict"]]:
+            if pair[0] == where:
+                pair[1] = value
+
+    with pytest.raises(CheckpointError, match=rf"is altered: it does not hold what a run saves \({where} of the "):
+        training(2).load(altered(training(1).save(tmp_path, 3), change))
+
+
+def test_what_a_schedule_never_saves_replaces_nothing_of_it(tmp_path: Path) -> None:
+    folder = altered(training(1).save(tmp_path, 3), lambda all: all["scheduler"]["dict"].append(["step", "x"]))
+    run = training(2)
+    run.load(folder)
+    assert callable(run.scheduler.step)
+
+
+def test_an_optimizers_state_without_a_setting_takes_that_of_the_run(tmp_path: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        group = dict(content["optimizer"]["content"]["dict"])["param_groups"][0]["dict"]
+        group[:] = [pair for pair in group if pair[0] != "lr"]
+
+    run = training(2)
+    here = run.optimizer.param_groups[0]["lr"]
+    run.load(altered(training(1).save(tmp_path, 3), change))
+    assert run.optimizer.param_groups[0]["lr"] == here

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from trainer_runs import adapter, load, make
 from lowmem_grpo.models.export.folder import Exported, ExportError, check_disk, new_folder
 from lowmem_grpo.runs import files, lock
 from lowmem_grpo.runs.files import lock_file
-from lowmem_grpo.runs.records import read_lines
+from lowmem_grpo.runs.records import RecordError, read_lines
 from lowmem_grpo.runs.views.report import write_report
 
 # Linux's manual pages and reports of such folders name these.
@@ -213,3 +214,19 @@ def test_a_strangers_link_in_place_of_a_temporary_file_leads_a_write_elsewhere(k
     assert secret.read_text() == "mine" and sorted(path.name for path in tmp_path.iterdir()) == ["run", "secret"]
     assert (run / "summary.json").read_text() == "{}" and not (run / "report.html").is_symlink()
     assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", "report.html", "summary.json"]
+
+
+def test_a_lock_that_is_a_pipe_is_refused_unread(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / lock.FILE)
+    with (patch.object(os, "read", side_effect=AssertionError("it is waited for")),
+          pytest.raises(RecordError, match=r"\.owner\.json was not written: it is a pipe or a device"),
+          lock.owned(tmp_path)):
+        pass
+
+
+def test_a_lock_that_is_a_link_leaves_the_file_behind_it_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / lock.FILE).symlink_to(tmp_path / "mine")
+    with pytest.raises(RecordError, match=r"\.owner\.json was not written"), lock.owned(tmp_path):
+        pass
+    assert (tmp_path / "mine").read_text() == "mine"

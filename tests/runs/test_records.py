@@ -7,10 +7,12 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 
-from lowmem_grpo.runs.records import RecordError, RunRecords, completion_lines, read_lines, to_line
+from lowmem_grpo.runs import records as module
+from lowmem_grpo.runs.records import RecordError, RunRecords, completion_lines, json_object, read_lines, to_line
 from lowmem_grpo.types import Rollout, RolloutGroup
 
 NAN = float("nan")
@@ -192,3 +194,68 @@ def test_a_resumed_run_may_be_shorter_than_the_one_before(records: RunRecords) -
     records.start_run()
     records.metrics({"step": 1})
     assert steps(records) == [1]
+
+
+STEPS = ["null", '"1"', "true", "[1]", "{}", "-1", "0.5", "9007199254740993", "1e308", "-1e308", "1" + "0" * 400,
+         "1e999", "NaN"]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step[:20])
+def test_a_step_that_is_no_whole_number_is_named_with_its_line(step: str, records: RunRecords) -> None:
+    path = records.run_dir / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{{"step": {step}}}\n{{"step": 3}}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 has the step .*; a step is a whole number from 0 to"):
+        read_lines(path)
+    with pytest.raises(RecordError, match=r"line 2 has the step .*mend the line, or delete it, then resume"):
+        records.rewind(3)
+    assert [line["step"] for line in records.rewind(1)] == [1], "what is damaged after the step does not matter"
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "-1" + "0" * 400, "1e999", "-1e999", "NaN", "-Infinity"],
+                         ids=lambda number: number[:9])
+def test_numbers_that_no_float_holds_are_missing(number: str) -> None:
+    assert json_object(f'{{"step": 1, "held": [{number}, 5, 0.5, 1e308]}}'.encode()) == {
+        "step": 1, "held": [None, 5, 0.5, 1e308]}
+
+
+@pytest.mark.parametrize("deep", ['{"a": ' * 250 + "1" + "}" * 250, "[" * 900 + "]" * 900, "[" * 10**5],
+                         ids=["objects", "lists", "open"])
+def test_a_record_too_deep_for_what_reads_it_is_refused(deep: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "extra": {deep}}}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is not JSON: it is nested too deeply"):
+        read_lines(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
+def test_a_pipe_is_refused_before_it_is_opened(name: str, records: RunRecords, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(records.run_dir / name)
+    with monkeypatch.context() as instead:
+        instead.setattr(Path, "open", Mock(side_effect=AssertionError("it is opened")))
+        instead.setattr(Path, "read_bytes", Mock(side_effect=AssertionError("it is opened")))
+        for use in (lambda: records.rewind(1), lambda: records.append(name, [{"step": 1}])):
+            with pytest.raises(RecordError, match=rf"{name} is a folder, a pipe or a device; a file is needed"):
+                use()
+
+
+def test_a_summary_that_is_a_pipe_or_has_gigabytes_is_put_aside_unread(records: RunRecords) -> None:
+    path = records.run_dir / "summary.json"
+    for make in (lambda: os.mkfifo(path), lambda: path.write_text("{}") and os.truncate(path, 3 << 30)):
+        make()
+        with patch.object(Path, "read_bytes", side_effect=AssertionError("it is read")):
+            assert records.known() == {}
+        assert not path.exists() and len([*records.run_dir.glob("summary.json.broken-*")]) == 1
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
+def test_a_line_longer_than_any_record_is_refused_and_no_more_of_it_is_held(
+    name: str, records: RunRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LONGEST", 1000)
+    path = records.run_dir / name
+    path.write_text('{"step": 1}\n')
+    os.truncate(path, 10**6)  # zeros, as a power cut leaves them
+    with pytest.raises(ValueError, match=rf"{name}, line 2 has 0\.0 MiB or more, which no record has"):
+        read_lines(path)
+    with pytest.raises(RecordError, match=r"line 2 has .* or more, which no record has; mend the line, or delete it"):
+        records.rewind(1)
+    assert path.stat().st_size == 10**6

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 from fastapi import APIRouter
@@ -80,6 +80,28 @@ def test_a_missing_or_damaged_address_is_told_with_what_to_do(text: str | None, 
     with pytest.raises(OSError, match="no server is known here" if text is None else "does not say where a server is"):
         read_address(tmp_path)
     assert ServerDir(tmp_path).key().startswith("tml-")
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_an_address_that_is_a_pipe_or_has_gigabytes_is_refused_unread(large: bool, tmp_path: Path) -> None:
+    if large:
+        (tmp_path / ADDRESS).write_text("{}")
+        os.truncate(tmp_path / ADDRESS, 3 << 30)
+    else:
+        os.mkfifo(tmp_path / ADDRESS, 0o600)
+    with (patch.object(Path, "open", side_effect=AssertionError("it is read")),
+          pytest.raises(OSError, match=r"does not say where a server is \(.*(a pipe|at most 1\.0 MiB)")):
+        read_address(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, json.dumps({"key": "a", "url": "http://" + "q" * 10**5}),
+                                  json.dumps({"key": "a", "url": "q" * 10**5}), '{"key": "a", "key": "b", "url": "http://a"}'],
+                         ids=["deep", "long url", "no url", "twice"])
+def test_what_is_wrong_in_an_address_is_told_in_a_short_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / ADDRESS).write_text(text)
+    with pytest.raises(OSError, match="does not say where a server is") as refused:
+        read_address(tmp_path)
+    assert len(str(refused.value)) < 400
 
 
 @pytest.mark.parametrize("reply", [b"<html>", b"", b"[" * 10**5, b"\xff", b'{"a": 1, "a": 2}'])

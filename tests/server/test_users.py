@@ -2,7 +2,10 @@
 
 import hashlib
 import os
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from tables import every_row
@@ -78,6 +81,35 @@ def test_a_hash_in_the_file_stands_for_a_key_and_is_none_itself(tmp_path: Path) 
 def test_a_wrong_line_is_named(line: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
         read_users(written(tmp_path, f"\n{line}\n"))
+
+
+def test_a_pipe_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "keys", 0o600)
+    with (patch.object(Path, "open", side_effect=AssertionError("it is waited for")),
+          pytest.raises(ValueError, match=r"keys is a folder, a pipe or a device, and no key file; write NAME KEY")):
+        read_users(tmp_path / "keys")
+
+
+@every_row("made", [lambda path: path.write_bytes(b""), lambda path: path.write_text(f"ann {KEY}\n" * 10**5),
+                    lambda path: path.write_bytes(b"\n" * 10**6)])
+def test_of_a_large_file_only_the_beginning_is_read(made: Callable[[Path], int], tmp_path: Path) -> None:
+    path = written(tmp_path, "")
+    made(path)
+    os.truncate(path, 64 * MIB)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"keys is no key file: it has more than 1\.0 MiB; write NAME KEY on each"):
+        read_users(path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 8 * MIB
+
+
+@every_row(("line", "words"), [("q" * 10**5 + f" {KEY}", "the name is"), (f"ann {KEY} " + "q" * 10**5, "no right"),
+                               (f"ann {KEY} models=" + "q" * 10**5, "is no limit")])
+def test_of_a_long_word_only_the_beginning_is_told(line: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        read_users(written(tmp_path, line))
+    assert len(str(refused.value)) < 400
 
 
 def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:

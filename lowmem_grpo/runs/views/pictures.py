@@ -47,8 +47,8 @@ def curves(run_dir: str | Path, *titles: str) -> Picture:
     """Draw the curves of a finished or running run: those with these titles, or all. FileNotFoundError without a
     metrics.jsonl; ValueError, which lists the known titles, for an unknown one."""
     folder = Path(run_dir)
-    rows, completions = report.rows_of_run(folder), report.completions_of_run(folder)
-    drawn = report.from_summary(lambda summary: figures(rows, completions, summary), report.summary_of_run(folder))
+    rows, samples = report.rows_of_run(folder), report.samples_of_run(folder)
+    drawn = report.from_summary(lambda summary: figures(rows, samples, summary), report.summary_of_run(folder))
     charts = {chart.title: chart for chart in drawn}
     if unknown := [title for title in titles if title not in charts]:
         raise ValueError(f"the run in {run_dir} has no curve {unknown[0]!r}; it has {', '.join(charts) or 'none yet'}")

@@ -18,8 +18,17 @@ from lowmem_grpo.runs.trajectory import ENDINGS
 from lowmem_grpo.runs.views.chart import LINES, css, even_places, how_smoothed
 from lowmem_grpo.runs.views.charts import deciding, figures, split_flat, taught
 from lowmem_grpo.runs.views.headline import Warned, alarms_in_words, count_alarms, headline
-from lowmem_grpo.runs.views.samples import Record, clipped, commonest, fitting, json_text, shown_sample
-from lowmem_grpo.utils import count_text
+from lowmem_grpo.runs.views.samples import (
+    NUMBER,
+    Record,
+    clipped,
+    commonest,
+    fits,
+    fitting,
+    json_text,
+    shown_sample,
+)
+from lowmem_grpo.utils import bytes_of, count_text
 
 MOST_BYTES = 500_000
 MOST_POINTS, ALL_POINTS = 600, 6000  # points per line, and of all lines together
@@ -57,9 +66,9 @@ def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the folder of a finished or running run, and return its path. FileNotFoundError without
     a `metrics.jsonl`, ValueError for a line in it that is not JSON."""
     rows = rows_of_run(run_dir)
-    completions, summary = completions_of_run(run_dir), summary_of_run(run_dir)
-    snapshot = RunSnapshot(run_dir.resolve().name, rows, [shown_sample(line) for line in completions], completions,
-                           len(completions), count_alarms(rows), folder=run_dir / PICTURES)
+    samples, summary = samples_of_run(run_dir), summary_of_run(run_dir)
+    snapshot = RunSnapshot(run_dir.resolve().name, rows, samples, samples, len(samples), count_alarms(rows),
+                           folder=run_dir / PICTURES)
     report, partial = run_dir / REPORT, run_dir / f"{REPORT}.partial"
     shown = from_summary(lambda summary: content(snapshot, summary), summary)
     write_new(partial, one_file(shown), errors="replace")
@@ -75,7 +84,8 @@ def from_summary(make: Callable[[Record], Shown], summary: Record) -> Shown:
 
 
 def rows_of_run(run_dir: Path) -> list[Record]:
-    """Return one row per step, in order, merged from the step's lines; later values win. Raises as `write_report`."""
+    """Return one row per step, in order, merged from the step's lines; later values win. What cannot be drawn is left
+    out. Raises as `write_report`."""
     path = run_dir / METRICS
     if not path.exists() and (run_dir / SUMMARY).is_file():
         return []  # the run failed in its first step
@@ -83,18 +93,18 @@ def rows_of_run(run_dir: Path) -> list[Record]:
         raise FileNotFoundError(f"no {path}; expected the folder of a run, which holds {METRICS}")
     rows: dict[int, Record] = defaultdict(dict)
     for line in read_lines(path):
-        rows[line["step"]].update(line)
+        rows[line["step"]].update((name, value) for name, value in line.items() if value is None or fits(value, NUMBER))
     return [rows[step] for step in sorted(rows)]
 
 
-def completions_of_run(run_dir: Path) -> list[Record]:
+def samples_of_run(run_dir: Path) -> list[Record]:
     path = run_dir / COMPLETIONS
-    return read_lines(path) if path.is_file() else []
+    return [shown_sample(line) for line in read_lines(path)] if path.is_file() else []
 
 
 def summary_of_run(run_dir: Path) -> Record:
     try:
-        return json_object((run_dir / SUMMARY).read_bytes())
+        return json_object(bytes_of(run_dir / SUMMARY))
     except (OSError, ValueError):
         return {}
 

@@ -2,9 +2,11 @@
 
 import base64
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from run_pages import Page
@@ -326,3 +328,45 @@ def test_pictures_stand_beside_completions_are_fewer_where_the_page_is_full_and_
         head, _, data = uri.partition(",")
         assert head == "data:image/jpeg;base64" and base64.b64decode(data) == bytes(3000) + name.encode()
     assert all(row["images"] == [names[row["step"] - 1], "f" * 32] for row in page.data["samples"]["rows"])
+
+
+WRONG_VALUES = [10**400, -(10**400), 1e308, "x", [1], {"a": 1}, True, "\u202e", float("nan"), None]
+
+
+@pytest.mark.parametrize("value", WRONG_VALUES, ids=lambda value: f"{value!r:.12}")
+def test_a_metric_that_is_no_number_to_draw_is_missing_and_the_others_are_drawn(value: Any, tmp_path: Path) -> None:
+    names = {name for name in metric(1) if name != "step"}
+    page = page_of(tmp_path, [metric(1), metric(2, **dict.fromkeys(names, value)), *map(metric, range(3, 30))])
+    for title, line in (("Loss", "loss"), ("Reward", "train"), ("Reward functions", "correct"), ("Entropy", "entropy"),
+                        ("Where the time goes", "train"), ("Peak memory", "peak"), ("Groups with signal", "all")):
+        assert {1, 3, 29} <= page.lines(title)[line].keys(), title
+        assert value is True or 2 not in page.lines(title)[line], title
+
+
+@pytest.mark.parametrize("value", WRONG_VALUES, ids=lambda value: f"{value!r:.12}")
+@pytest.mark.parametrize("name", ["rewards", "reward", "turns", "images", "tokens", "replayed_from"])
+def test_a_completion_with_a_field_of_another_kind_is_shown_without_it(name: str, value: Any, tmp_path: Path) -> None:
+    page = page_of(tmp_path, [metric(1)], [completion(1) | {name: value}, completion(2)])
+    assert [sample["step"] for sample in page.samples] == [1, 2]
+    assert page.samples[1]["rewards"] == {"correct": 1.0, "format": None}
+
+
+@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl"])
+def test_a_pipe_in_place_of_a_file_is_never_waited_for(name: str, tmp_path: Path) -> None:
+    finished(tmp_path)
+    log(tmp_path, "metrics.jsonl", [metric(1)])
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with patch.object(Path, "read_bytes", side_effect=AssertionError("it is read")):
+        if name == "metrics.jsonl":
+            with pytest.raises(FileNotFoundError, match=r"expected the folder of a run"):
+                write_report(tmp_path)
+        else:
+            assert not Page(write_report(tmp_path)).samples
+
+
+def test_a_summary_of_gigabytes_is_as_good_as_none(tmp_path: Path) -> None:
+    finished(tmp_path)
+    os.truncate(tmp_path / "summary.json", 3 << 30)
+    with patch.object(Path, "read_bytes", side_effect=AssertionError("it is read")):
+        assert "there is no summary.json that can be read" in page_of(tmp_path, [metric(1)]).prose
