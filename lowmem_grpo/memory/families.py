@@ -98,6 +98,9 @@ def decoder(name: str, prefix: str, pre_norm: bool = False, **others: Any) -> Fa
     return Family(name, **(parts | others))
 
 
+PLAIN = decoder("a plain decoder", "")
+
+
 def refused(name: str, attention: str) -> Family:
     """Return a family that cannot be trained because of its attention."""
     return Family(name, Attention("", lean=False), MLP("", lean=False), Norm("", lean=False), vllm=None,

@@ -4,34 +4,20 @@ import difflib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from lowmem_grpo.memory import families, layer_forms
+from lowmem_grpo.memory.config_rules import OF_CONFIG, OF_OTHERS, check_fields, check_plan
 from lowmem_grpo.memory.families import Family
 from lowmem_grpo.memory.layer_forms import MXFP4, DeltaForm, ExpertForm, LayerForm, Linear, VisionForm
-from lowmem_grpo.utils import (
-    OF_KINDS,
-    POSITIVE,
-    TEXTS,
-    TRUTH,
-    WHOLE,
-    Rule,
-    at_least,
-    bytes_of,
-    check_given,
-    number,
-    one_of,
-    read_json,
-)
+from lowmem_grpo.utils import bytes_of, read_json
 
 PAGED_BLOCK = 16  # tokens in a block of vLLM's KV cache on a GPU
 NESTED_WEIGHTS = layer_forms.BLOCK * layer_forms.NESTED_BLOCK  # weights per nested scale
-PLAIN = families.decoder("a plain decoder", "")
-NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 SHAPES = files("lowmem_grpo") / "assets" / "shapes"
 VARIANT = re.compile(r"(-(instruct|base|it|chat|unsloth|bnb|4bit|bf16|[0-9]{4}))+$")  # endings with the same shape
 NAMESAKES = {"phi-4": "phi-4-14b", "meta-llama-3.1-8b": "llama-3.1-8b", "meta-llama-3.3-70b": "llama-3.3-70b",
@@ -72,17 +58,10 @@ class ModelShape:
     def from_config(cls, config: Any) -> "ModelShape":
         """Read a config.json's fields, or a transformers config; ValueError for a model that cannot be planned."""
         whole = families.fields_of(config)
+        check_plan(whole)
         fields = whole.get("text_config") or whole
-        missing = [name for name in NEEDED if not isinstance(fields.get(name), int)]
-        if missing:
-            raise ValueError(f"the config has no {', '.join(missing)}; a decoder's config.json is needed")
-        if low := next((name for name in NEEDED if fields[name] < 1), None):
-            raise ValueError(f"the config's {low} is {fields[low]}; it must be at least 1")
         heads, kind, images = fields["num_attention_heads"], families.model_type_of(whole), families.reads_images(whole)
-        row, mixed = families.FAMILIES.get(kind, PLAIN), families.has_experts(fields)
-        if mixed and row.experts is None:
-            raise ValueError(f"{kind} has several experts; of such models, plans are made for "
-                             f"{families.with_experts()} only")
+        row, mixed = families.FAMILIES.get(kind, families.PLAIN), families.has_experts(fields)
         bias, forms = row.attention.bias, layer_forms.forms_of(fields) if row.unlike_layers else ()
         shape = cls(
             fields["hidden_size"], fields["intermediate_size"], fields["num_hidden_layers"], heads,
@@ -133,7 +112,7 @@ class ModelShape:
 
     @property
     def family(self) -> Family:
-        return families.FAMILIES.get(self.model_type, PLAIN)
+        return families.FAMILIES.get(self.model_type, families.PLAIN)
 
     @property
     def queries(self) -> int:
@@ -276,32 +255,6 @@ class ModelShape:
         return block * -(-self.delta.state_bytes // (block * 2 * itemsize * self.keys))
 
 
-OBJECT: Rule = ("an object of fields", lambda value: isinstance(value, dict))
-SIZES: Rule = ("a whole number, at least 1, or a list of them", lambda value: all(
-    WHOLE[1](each) and each > 0 for each in (value if isinstance(value, list) and value else [value])))
-OF_CONFIG: dict[str, Rule] = {  # fields of config.json; what is missing or null is the family's default
-    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-                     "max_position_embeddings"), at_least(1, int)),
-    **dict.fromkeys(("intermediate_size", "num_key_value_heads", "head_dim"), SIZES),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "rope_theta", "partial_rotary_factor"), POSITIVE),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config", "text_config"), OBJECT),
-    **dict.fromkeys(("model_type", "hidden_act", "transformers_weights"), OF_KINDS[str]), "tie_word_embeddings": TRUTH,
-    "architectures": TEXTS, "layer_types": TEXTS,
-}
-OF_OTHERS: dict[str, dict[str, Rule]] = {  # the same for the files beside it
-    "generation_config.json": {},
-    "tokenizer_config.json": {
-        "model_max_length": number("above 0", lambda value: value > 0), "padding_side": one_of("left", "right"),
-        "chat_template": ("a text, or a list of named texts", lambda value: isinstance(value, str | list | dict)),
-        **dict.fromkeys(("eos_token", "pad_token"), ("a text", lambda value: isinstance(value, str | dict))),
-    },
-}
-ROPE: dict[str, Rule] = {  # in all layers, or in a kind of layers
-    **dict.fromkeys(("factor", "rope_theta", "partial_rotary_factor"), POSITIVE),
-    **dict.fromkeys(("rope_type", "type"), OF_KINDS[str]),
-}
-
-
 def named_shapes() -> list[str]:
     return sorted(entry.name.removesuffix(".json") for entry in SHAPES.iterdir())
 
@@ -360,23 +313,3 @@ def read_fields(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no object of fields; a model's {path.name} is needed")
     return fields
-
-
-def check_fields(path: Path, fields: dict[str, Any], rules: Mapping[str, Rule]) -> None:
-    """Raise ValueError, with the file, for a field that would end in a division by zero, NaN or a wrong type."""
-    try:
-        check_given({name: fields.get(name) for name in rules}, rules)
-        for name in ("rope_parameters", "rope_scaling") if rules is OF_CONFIG else ():
-            whole = fields.get(name) or {}
-            for rope in filter(OBJECT[1], (whole, *whole.values())):
-                check_given({f"{name}.{part}": rope.get(part) for part in ROPE},
-                            {f"{name}.{part}": rule for part, rule in ROPE.items()})
-        heads, groups = (fields.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
-        if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-            raise ValueError(f"num_key_value_heads is {groups}, of which num_attention_heads, {heads}, is no multiple")
-        most, ends = fields.get("vocab_size") or 2**31, fields.get("eos_token_id")
-        for end in ends if isinstance(ends, list) else [ends]:
-            if end is not None and not (WHOLE[1](end) and 0 <= end < most):
-                raise ValueError(f"eos_token_id has {end!r}; token ids are 0 to {most - 1}")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None

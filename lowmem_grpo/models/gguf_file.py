@@ -9,7 +9,7 @@ from math import isclose, pi
 from pathlib import Path
 from typing import Any
 
-from lowmem_grpo.memory.model_shape import OF_CONFIG, check_fields
+from lowmem_grpo.memory.config_rules import OF_CONFIG, check_fields
 from lowmem_grpo.models.gguf_header import GGUFHeader, gguf_header, type_of
 from lowmem_grpo.utils import is_gguf, torch
 

@@ -222,7 +222,11 @@ def stored_form(config: Any, name: str) -> str | None:
             raise refusal(name, f"FP8 of the kind {kind}")
         return FP8
     if method == "compressed-tensors":
-        return form_of_groups(quantization, name)
+        try:
+            return form_of_groups(quantization, name)
+        except (AttributeError, TypeError, LookupError, OverflowError) as error:
+            raise ValueError(f"the quantization_config of {name!r} is none of compressed-tensors ({error}): its "
+                             "config_groups are needed; fetch config.json again") from error
     if method == "mxfp4" and experts_in_mxfp4(config):
         return MXFP4
     raise refusal(name, LABELS.get(method, method))
@@ -245,7 +249,7 @@ def block_of(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
         weights = group["weights"]
         size = weights.get("group_size")
         block = weights.get("block_structure") or ([1, size] if size and size > 0 else None)
-    return None if block is None else (int(block[0]), int(block[1]))
+    return None if block is None else (round(block[0]), round(block[1]))
 
 
 def form_of_groups(quantization: Mapping[str, Any], name: str) -> str:
@@ -272,10 +276,10 @@ def form_of_groups(quantization: Mapping[str, Any], name: str) -> str:
 def refusal(name: str, label: str) -> ValueError:
     """Return the error for an unsupported stored form; it names the supported forms and what to load instead."""
     return ValueError(
-        f"{name!r} is stored in {label}, which is not trained here. Allowed are checkpoints in 16 or 32 bits, in 4 "
+        f"{name!r} is stored in {label:.80}, which is not trained here. Allowed are checkpoints in 16 or 32 bits, in 4 "
         "bits of bitsandbytes, in FP8 (e4m3, of compressed-tensors or fine-grained), and in NVFP4 of "
         "compressed-tensors: "
-        + PLAIN_ONE.format(label.partition(" ")[0])
+        + PLAIN_ONE.format(label.partition(" ")[0][:80])
     )
 
 

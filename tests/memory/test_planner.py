@@ -604,7 +604,7 @@ def test_qwen_of_27_billion_has_the_numbers_of_its_model_card() -> None:
 @every_row(("content", "message"), [
     ("{", "cannot be read"), ("[]", "holds no object"), ('{"hidden_size": 64}', "has no intermediate_size"),
     *((json.dumps(named_config("qwen3-4b") | {name: size}),
-       f"config.json: {name} is {size}; it must be a whole number, at least 1")
+       f"config.json: {name} is {size}; it must be a whole number, from 1 to ")
       for name, size in (("num_hidden_layers", 0), ("hidden_size", -5))),
 ])
 def test_a_config_that_describes_no_decoder_is_refused(content: str, message: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lowmem_grpo import FastLanguageModel
 from lowmem_grpo.data.files import has_one_row, read_rows
 from lowmem_grpo.memory.model_shape import named_config, named_shapes, read_config
 from lowmem_grpo.models.export.stored_weights import TensorFiles, tensor_files
-from lowmem_grpo.models.stored_model import EMBEDDED, indexed_files, resolve
+from lowmem_grpo.models.stored_model import EMBEDDED, indexed_files, resolve, stored_form
 from lowmem_grpo.runs.saved_adapter import (
     AdapterError,
     CheckpointError,
@@ -43,7 +43,13 @@ WRONG: list[tuple[str, str, Any, str]] = [  # file, field, value, words
     (CONFIG, "tie_word_embeddings", "no", "tie_word_embeddings is"),
     (CONFIG, "transformers_weights", ["a"], "transformers_weights is"),
     (CONFIG, "num_key_value_heads", None, "do not have the sizes of its config.json"),
-    (CONFIG, "hidden_size", 10**12, "do not have the sizes of its config.json"),
+    (CONFIG, "hidden_size", 2**31, "do not have the sizes of its config.json"),
+    (CONFIG, "hidden_size", 10**12, "hidden_size is 10+; it must be a whole number, from 1 to 2,147,483,648"),
+    (CONFIG, "num_hidden_layers", 1025, "num_hidden_layers is 1025; it must be a whole number, from 1 to 1,024"),
+    (CONFIG, "id2label", {"a": {}}, r"id2label is \{'a'"),
+    (CONFIG, "id2label", [], "id2label is"),
+    (CONFIG, "num_labels", 2**14 + 1, "num_labels is 16385; it must be a whole number, from 0 to 16,384"),
+    (CONFIG, "num_experts", [8], r"num_experts is \[8\]"),
     (CONFIG, "hidden_act", "none such", r"cannot be loaded \(KeyError"),
     (CONFIG, "use_cache", [1], r"cannot be loaded \("),
     (GENERATION, "eos_token_id", -1, "eos_token_id has -1"),
@@ -187,6 +193,13 @@ def test_an_index_of_files_inside_loads_also_over_the_links_of_the_hubs_cache(mo
         assert all(map(torch.equal, loaded.inner.parameters(), plain.inner.parameters()))
 
 
+@pytest.mark.parametrize("groups", ["x", [1], 5, {"one": "x"}, {"one": {"weights": [1]}}, {"one": {
+    "weights": {"type": "float", "num_bits": 8, "block_structure": ["x", 1]}, "format": "float-quantized"}}], ids=str)
+def test_groups_of_quantized_weights_that_are_none_are_refused_by_their_field(groups: Any) -> None:
+    with pytest.raises(ValueError, match="quantization_config of 'it' is none of compressed-tensors"):
+        stored_form({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}, "it")
+
+
 @pytest.mark.parametrize(("fields", "words"), [
     ({"model": 5}, "model is 5"), ({"model": ["tiny"]}, "model is"), ({"load_in_4bit": "yes"}, "load_in_4bit is 'yes'"),
     ({"dtype": {}}, "dtype is"), ({"revision": 3}, "revision is 3"), ({"load_in_fp8": 7}, "load_in_fp8 is 7"),
@@ -217,5 +230,5 @@ def test_a_row_that_is_nested_too_deeply_is_refused_in_one_line(name: str, tmp_p
 
 def test_an_object_in_place_of_rows_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text('{"data": ' + "[" * 10**5 + "\n" + "]" * 10**5 + "}")
-    with pytest.raises(OSError, match="a row is nested too deeply"):
+    with pytest.raises(OSError, match="nested too deeply"):
         read_rows(str(tmp_path / "rows.json"))
