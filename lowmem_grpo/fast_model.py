@@ -37,7 +37,7 @@ from lowmem_grpo.models.quantized_linear import form_of, linears_in_4bit
 from lowmem_grpo.models.trained_set import TrainedWeight, adapter_values
 from lowmem_grpo.models.vision import ImageInputs, store_of
 from lowmem_grpo.models.vision_processor import with_saved_bounds
-from lowmem_grpo.runs.adapter_file import PREFIX, beside_of, check_for, layers_of, read_adapter, refuse_variants
+from lowmem_grpo.runs.adapter_file import PREFIX, beside_of, check_for, layers_of, read_all, refuse_variants
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.expert_names import rename_in_file
 from lowmem_grpo.runs.files import explained, write_card
@@ -438,7 +438,7 @@ def with_adapter(cls: Any, folder: Path, arguments: dict[str, Any]) -> tuple[Fas
     base's). Raise AdapterError if the adapter is not plain LoRA or does not name its base model."""
     from lowmem_grpo.models.new_tokens import fit_vocabulary
 
-    (config, tensors), tokenizer = read_adapter(folder), tokenizer_beside(folder)
+    (config, tensors, _), tokenizer = read_all(folder), tokenizer_beside(folder)
     refuse_variants(config, folder, "trained")
     record = base_of_adapter(folder)
     if record.model is None or Path(record.model).expanduser() == folder:

@@ -19,7 +19,7 @@ from lowmem_grpo.models.pretrained import tokenizer_beside
 from lowmem_grpo.recipes.eval_task import exam_as_trained, recorded_by, seed_in
 from lowmem_grpo.recipes.presets import choose
 from lowmem_grpo.recipes.recipe_file import find_recipe
-from lowmem_grpo.runs.adapter_file import layers_of, read_adapter
+from lowmem_grpo.runs.adapter_file import layers_of, read_all
 from lowmem_grpo.runs.saved_adapter import base_of_adapter, find_adapter
 from lowmem_grpo.runs.trajectory import ENDINGS, turn_records
 from lowmem_grpo.runs.views.terminal import echo
@@ -41,7 +41,7 @@ def adapter_and_base(adapter: Path | None) -> tuple[Path | None, str | None]:
 def load(model: str, adapter: Path | None, context: int, **options: Any) -> tuple[Any, Any]:
     """Load and return the model, and the LoRA request for its adapter (None without an adapter). `options` are those of
     FastVisionModel.from_pretrained, which loads models of text too."""
-    saved, tokenizer = (None, None) if adapter is None else (read_adapter(adapter), tokenizer_beside(adapter))
+    saved, tokenizer = (None, None) if adapter is None else (read_all(adapter)[:2], tokenizer_beside(adapter))
     bare, _ = FastVisionModel.from_pretrained(model, max_seq_length=context, **options)
     if adapter is None or saved is None:
         return bare, None

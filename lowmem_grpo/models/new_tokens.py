@@ -19,7 +19,7 @@ from lowmem_grpo.memory.offload.embedding import PER_LAYER
 from lowmem_grpo.models.policy import check_linear
 from lowmem_grpo.models.pretrained import tokenizer_beside
 from lowmem_grpo.models.trained_embedding import base_module, is_tied, tables
-from lowmem_grpo.runs.adapter_file import PREFIX, base_matrices
+from lowmem_grpo.runs.adapter_file import MOST_SIDE, PREFIX, base_matrices, check_finite
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import NEW_ROWS, AdapterError, base_of_adapter
 from lowmem_grpo.utils import COUNT, SHARE, count_text, one_of, require
@@ -149,20 +149,32 @@ def fit_vocabulary(model: Any, folder: Path, config: LoraConfig, tensors: Mappin
         if name not in own or (matrix := own[name]).shape != values.shape:
             raise AdapterError(f"the adapter in {folder} brings {name}, {[*values.shape]}, which its base does not "
                                "have: it was trained on another model")
+        check_finite(folder, {name: values})
         other = (matrix.to(values) != values).any(1).nonzero()[:, 0]
         matrix[other.to(matrix.device)] = values[other].to(matrix)
         model.loaded.new_tokens = sorted({*model.loaded.new_tokens, *other.tolist()})
     if (path := folder / NEW_ROWS).is_file():
         try:
             saved = load_file(path)
-            model.loaded.new_tokens = [range(rows)[row] for row in saved["ids"].tolist() if row >= 0]
+            model.loaded.new_tokens = [range(rows)[row] for row in ids_in(saved) if row >= 0]
             for name, weight in zip(("embedding", "head"), matrices(model.inner), strict=False):
-                weight.data[model.loaded.new_tokens] = saved[name].to(weight)
+                if [*saved[name].shape] != (wanted := [len(model.loaded.new_tokens), weight.shape[1]]):
+                    raise RuntimeError(f"{name} is {[*saved[name].shape]} where {wanted} is expected")
                 if not saved[name].isfinite().all():
                     raise RuntimeError(f"{name} holds NaN or infinity")
+                weight.data[model.loaded.new_tokens] = saved[name].to(weight)
         except (LookupError, RuntimeError, TypeError, SafetensorError) as error:
             raise AdapterError(f"{path} does not hold rows of this base's new tokens ({error}); take it from the run "
                                "again, or delete it, which begins with the mean of the old rows") from error
+
+
+def ids_in(saved: Mapping[str, Tensor]) -> list[int]:
+    """Return the ids in a file of the rows of new tokens. TypeError, before they are read, for what are none."""
+    ids = saved["ids"]
+    if ids.dtype != torch.int64 or ids.ndim != 1 or len(ids) > MOST_SIDE:
+        raise TypeError(f"ids is {[*ids.shape]} of {str(ids.dtype).removeprefix('torch.')}; needed is a list of int64, "
+                        f"{MOST_SIDE:,} at most")
+    return list(ids.tolist())
 
 
 def loaded_of(model: Any) -> Any:

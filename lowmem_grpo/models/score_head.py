@@ -18,7 +18,17 @@ from transformers import AutoModelForCausalLM
 from lowmem_grpo.models.lora_layers import use_kernel_layers
 from lowmem_grpo.models.policy import Head, Policy
 from lowmem_grpo.models.trained_set import TrainedWeight, adapter_values
-from lowmem_grpo.runs.adapter_file import PREFIX, SCORE, SEQ_CLS, check_fits, contents_of, is_reward_model, parts_of
+from lowmem_grpo.runs.adapter_file import (
+    MOST_SIDE,
+    PREFIX,
+    SCORE,
+    SEQ_CLS,
+    check_finite,
+    check_fits,
+    contents_of,
+    is_reward_model,
+    parts_of,
+)
 from lowmem_grpo.runs.checkpoint_state import ADAPTER
 from lowmem_grpo.runs.saved_adapter import AdapterError, check_base
 from lowmem_grpo.types import Rollout, RolloutGroup, Split
@@ -144,7 +154,7 @@ def read_reward_model(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], Tens
                            "here: train the reward model without it")
     if variant := next((name for name in ("use_dora", "lora_bias") if getattr(config, name)), None):
         raise AdapterError(f"the adapter in {folder} has {variant}=True, and only plain LoRA scores here")
-    if score.ndim != 2 or len(score) != 1 or not score.isfinite().all():
+    if score.ndim != 2 or len(score) != 1 or score.numel() > MOST_SIDE or not score.isfinite().all():
         raise AdapterError(f"the adapter in {folder} holds {SAVED} as {[*score.shape]}, or not finite; needed are "
                            "finite numbers [1, hidden size], of num_labels=1")
     return config, tensors, score.float()
@@ -188,6 +198,7 @@ class AdapterSlot:
         if not any_base:
             check_base(folder, loaded.name, loaded.revision, loaded.sha256, None if trained else "from_adapter")
         check_fits(model, folder, config, tensors)
+        check_finite(folder, tensors)
         slot = cls(policy, name, config, trained=trained)
         slot.load(folder)
         return slot
@@ -227,6 +238,7 @@ class AdapterSlot:
             there, here = ([*held[name].shape] if name in held else "absent" for held in (values, self.parameters))
             if there != here:
                 raise AdapterError(f"the adapter in {folder} does not fit: {name} is {there} there, and {here} here")
+            check_finite(folder, {name: values[name]})
             self.parameters[name].copy_(values[name])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowmem_grpo.config.teacher import BASE, EMA
 from lowmem_grpo.models.policy import Policy, evaluating, in_float32
-from lowmem_grpo.runs.adapter_file import read_adapter
+from lowmem_grpo.runs.adapter_file import check_finite, read_all
 from lowmem_grpo.runs.checkpoint import check_adapter, check_scaling
 from lowmem_grpo.runs.checkpoint_state import ADAPTER, adapter_tensors
 from lowmem_grpo.runs.saved_adapter import AdapterError, MismatchError, adapter_settings, check_base
@@ -76,10 +76,11 @@ def adapter_of(folder: Path, student: Policy, loaded: Any) -> dict[str, Tensor]:
     """Return the values of a saved adapter for the policy's trained parameters. AdapterError unless it is of the same
     base model, rank, scale and layers; `loaded` says the policy's base model."""
     check_base(folder, loaded.name, loaded.revision, loaded.sha256)
-    _, tensors = read_adapter(folder)
+    _, tensors, _ = read_all(folder)
     model: Any = student.model
     held = adapter_tensors(model)
-    wide = {name: tensor.to(held[name].dtype) if name in held else tensor for name, tensor in tensors.items()}
+    wide = {name: tensor.to(held[name].dtype) if name in held and held[name].shape == tensor.shape else tensor
+            for name, tensor in tensors.items()}
     try:
         check_adapter(folder, wide, held)
         check_scaling(adapter_settings(folder), model.peft_config[ADAPTER], folder)
@@ -87,4 +88,5 @@ def adapter_of(folder: Path, student: Policy, loaded: Any) -> dict[str, Tensor]:
         raise AdapterError(f"the teacher's adapter does not fit the student's: {error}. Both are on one base model, so "
                            "they need equal settings: put LoRA on the student with the teacher's r, lora_alpha and "
                            "target_modules, or give a merged model as the teacher") from error
+    check_finite(folder, wide)
     return {weight.name: wide[weight.saved_name] for weight in student.trained}

@@ -47,6 +47,7 @@ OF_FILES = LORA | {  # rules for the settings in a file: PEFT also saves what is
 }
 PLAIN = re.compile(r"[\w.-]*", re.ASCII)  # patterns that need no look: nothing in them repeats
 VARIANT = re.compile(r"^use_|_config$")  # settings for which PEFT takes {} as on
+MOST_HEADER, MOST_NAME = 32 * utils.MIB, 500  # bytes, with about 150 for a tensor; characters
 MOST_SIDE = 2**21  # rows or columns of a matrix in an adapter; vocabularies have 2**18
 AT_ONCE = 2**26  # values that are looked at together
 LONGEST = 60  # seconds for a process that matches patterns
@@ -67,7 +68,8 @@ MERGE = ("merge it into its base with plain peft (PeftModel.from_pretrained(BASE
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     """Return the PEFT config and the trained tensors of an adapter. AdapterError unless it has only LoRA on linear
     layers, embedding and head, and only finite values."""
-    config, trained, _ = read_all(folder)
+    config, trained, of_base = read_all(folder)
+    check_finite(folder, trained | of_base)
     return config, trained
 
 
@@ -78,7 +80,8 @@ def base_matrices(folder: Path) -> dict[str, Tensor]:
 
 
 def read_all(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str, Tensor]]:
-    """Return the PEFT config, the trained tensors, and the base's matrices."""
+    """Return the PEFT config, the trained tensors, and the base's matrices. Of the tensors no value is read yet, so
+    that their shapes are compared with a model's first (`check_fits`), and then `check_finite` reads what fits."""
     settings, stored = contents_of(folder)
     if is_reward_model(settings):
         raise AdapterError(f"the adapter in {folder} is a reward model, which scores texts and writes none. Reward "
@@ -92,7 +95,15 @@ def contents_of(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     check_adapter_folder(folder)
     settings = adapter_settings(folder)
     try:
-        return settings, load_file(folder / ADAPTER_FILE)
+        with (folder / ADAPTER_FILE).open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        if header > MOST_HEADER:
+            raise ValueError(f"its header has {utils.size_text(header)}; at most {utils.size_text(MOST_HEADER)} are "
+                             "read")
+        stored = load_file(folder / ADAPTER_FILE)
+        if long := next((name for name in stored if len(name) > MOST_NAME), None):
+            raise ValueError(f"a tensor's name, {long[:80]!r}..., has more than {MOST_NAME} characters")
+        return settings, stored
     except (ValueError, SafetensorError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {error}; use an older checkpoint") from error
 
@@ -121,11 +132,16 @@ def parts_of(folder: Path, settings: dict[str, Any], stored: dict[str, Tensor]
         if max(tensor.shape, default=0) > MOST_SIDE:
             raise AdapterError(f"the adapter in {folder} holds {name} of the shape {[*tensor.shape]}, and no model has "
                                f"more than {MOST_SIDE:,} rows or columns; the file is damaged")
+    return config, trained, {weight: tensors[name] for name, weight in of_base.items()
+                             if ".modules_to_save." not in name}
+
+
+def check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise AdapterError for a value that is NaN or infinity."""
+    for name, tensor in sorted(tensors.items()):
         if not all(bool(part.isfinite().all()) for part in tensor.flatten().split(AT_ONCE)):
             raise AdapterError(f"the adapter in {folder} is not finite: {name} holds NaN or infinity. The run "
                                "diverged; take an older checkpoint")
-    return config, trained, {weight: tensors[name] for name, weight in of_base.items()
-                             if ".modules_to_save." not in name}
 
 
 def lora_config(settings: dict[str, Any], folder: Path) -> LoraConfig:
@@ -240,8 +256,9 @@ def layers_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def check_for(model: nn.Module, folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     """Return the config and the tensors of the adapter in `folder`. AdapterError unless it is complete and fits the
     LoRA layers, the embedding and the head of `model`."""
-    config, tensors = read_adapter(folder)
+    config, tensors, _ = read_all(folder)
     check_fits(model, folder, config, tensors)
+    check_finite(folder, tensors)
     check_base_matrices(model, folder)
     return config, tensors
 
@@ -300,12 +317,6 @@ def problems_beside(model: Any, config: LoraConfig, tensors: Mapping[str, Tensor
     expected = beside_of(model, config)
     if missing := sorted(expected.keys() - saved.keys()):
         yield f"it lacks {missing[0]}; the file is not whole, or it was trained with an embedding that is not the head"
-    embedding, head = (getattr(module, "original_module", module).weight
-                       for module in (model.get_input_embeddings(), model.get_output_embeddings()))
-    same = [saved[name] for name in expected.keys() & saved.keys() if embedding is head]
-    if other := sorted(name for name in saved.keys() - expected.keys()  # PEFT also saves tied rows of a resized head
-                       if not any(torch.equal(saved[name], each) for each in same)):
-        yield f"it holds {other[0]}, which its adapter_config.json does not train in this model"
     for name in sorted(expected.keys() & saved.keys()):
         matrix, ids = expected[name]
         for row, times in Counter(ids or ()).items():
@@ -316,6 +327,12 @@ def problems_beside(model: Any, config: LoraConfig, tensors: Mapping[str, Tensor
         if wanted != [*saved[name].shape]:
             yield (f"{name} is {[*saved[name].shape]} where {wanted} is expected; for another number of rows, load the "
                    "adapter's folder with from_pretrained, which resizes its base")
+    embedding, head = (getattr(module, "original_module", module).weight
+                       for module in (model.get_input_embeddings(), model.get_output_embeddings()))
+    same = [saved[name] for name in expected.keys() & saved.keys() if embedding is head]
+    if other := sorted(name for name in saved.keys() - expected.keys()  # PEFT also saves tied rows of a resized head
+                       if not any(torch.equal(saved[name], each) for each in same)):
+        yield f"it holds {other[0]}, which its adapter_config.json does not train in this model"
     whole = [saved[name] for name in expected.keys() & saved.keys() if not name.endswith(ROWS)]
     if len({id(matrix) for matrix, _ in expected.values()}) < len(expected) and not torch.equal(whole[0], whole[-1]):
         yield f"the model's embedding is its head, and the file has two different matrices for them: {MERGE}"
@@ -356,7 +373,10 @@ def problems(parts: dict[str, Tensor], layer: Any, config: LoraConfig, rank: int
     if config.use_dora and magnitude is None:
         yield ("has no lora_magnitude_vector although adapter_config.json says use_dora: without its magnitudes DoRA "
                "is another model; save the adapter again with PEFT's save_pretrained")
-    if config.lora_bias and parts.get("lora_B.bias") is None:
+    bias = parts.get("lora_B.bias")
+    if config.lora_bias and bias is None:
         yield "has no lora_B.bias although adapter_config.json says lora_bias; one file is of another adapter"
+    if bias is not None and [*bias.shape] != [layer.out_features]:
+        yield f"has biases of the shape {[*bias.shape]} and {layer.out_features} outputs"
     if magnitude is not None and magnitude.numel() != layer.out_features:
         yield f"has {magnitude.numel()} magnitudes and {layer.out_features} outputs"

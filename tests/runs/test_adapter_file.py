@@ -149,6 +149,31 @@ def test_a_matrix_larger_than_any_models_is_refused_before_its_values_are_read(
         read_adapter(copy)
 
 
+@pytest.mark.parametrize(("name", "shape", "words"), [
+    (f"{LAYER}x.lora_A.weight", (4, 128), "1 layers that the one in the model lacks"),
+    (f"{LAYER}.lora_A.weight", (4, 96), "takes 96 numbers.*trained on another base"),
+    (f"{LAYER}.lora_B.bias", (3,), r"biases of the shape \[3\] and 128 outputs"),
+    ("base_model.model.model.embed_tokens.weight", (384, 96), r"brings its own .*embed_tokens.weight, \[384, 96\]"),
+])
+def test_values_are_not_read_before_names_and_shapes_fit_the_model(
+    name: str, shape: tuple[int, ...], words: str, model: FastPeftModel, saved: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(saved, tmp_path / "copy"))
+    changed(copy, lambda tensors: tensors.update({name: torch.full(shape, math.nan)}))
+    with pytest.raises(AdapterError, match=words):  # and not: "holds NaN or infinity"
+        model.load_lora(copy)
+
+
+def test_a_header_of_more_or_longer_names_than_any_adapters_is_refused(saved: Path, tmp_path: Path) -> None:
+    file = Path(shutil.copytree(saved, tmp_path / "copy")) / "adapter_model.safetensors"
+    save_file({"a" * 501: torch.ones(1)}, file)
+    with pytest.raises(AdapterError, match=r"'a{80}'\.\.\., has more than 500 characters"):
+        read_adapter(file.parent)
+    file.write_bytes((33 << 20).to_bytes(8, "little") + b"{}".ljust(33 << 20))
+    with pytest.raises(AdapterError, match=r"its header has 33\.0 MiB; at most 32\.0 MiB are read"):
+        read_adapter(file.parent)
+
+
 @pytest.mark.parametrize(("name", "read"), [
     ("adapter_config.json", read_adapter), ("base_model.json", base_of_adapter)])
 def test_a_file_of_gigabytes_beside_an_adapter_is_refused_before_it_is_read(

@@ -40,6 +40,7 @@ from lowmem_grpo.models.export.stored_weights import empty_model, stored_weights
 from lowmem_grpo.models.export.trained_matrices import trained_matrices, with_matrices
 from lowmem_grpo.models.gguf_file import digest_of
 from lowmem_grpo.models.hub import check_repo, model_folder, push
+from lowmem_grpo.models.new_tokens import ids_in
 from lowmem_grpo.models.policy import end_ids
 from lowmem_grpo.models.pretrained import Pretrained, generation_of, tokenizer_beside
 from lowmem_grpo.models.stored_model import resolve
@@ -203,8 +204,8 @@ def export_merged(adapter: RunAdapter, settings: ExportSettings, temp: Path, don
 def new_tokens_of(file: Path) -> list[int]:
     """Return the tokens whose rows were put into the base before training; ExportError for a file that does not say."""
     try:
-        return list(load_file(file)["ids"].tolist()) if file.is_file() else []
-    except (LookupError, SafetensorError) as error:
+        return ids_in(load_file(file)) if file.is_file() else []
+    except (LookupError, TypeError, SafetensorError) as error:
         raise ExportError(f"{file} does not say the base's new tokens ({error}); take it from the run again") from error
 
 
