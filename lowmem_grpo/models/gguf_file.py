@@ -14,7 +14,8 @@ from lowmem_grpo.models.gguf_header import GGUFHeader, gguf_header, type_of
 from lowmem_grpo.utils import is_gguf, torch
 
 LAYER = re.compile(r"blk\.(\d{1,4})\.")
-MOST_EXPERTS = 4096
+MOST_EXPERTS = 2**17  # matrices; published models have 40,000
+MOST_HEAD = 2**12
 BAND = 2**22  # weights that are decoded together, in float32
 
 
@@ -137,10 +138,10 @@ def check_place(header: GGUFHeader, stored: str) -> None:
     """Raise ValueError for a tensor without a place in the model, or of other experts or heads than the model has."""
     shape, own = header.places[stored].shape, f"{header.architecture}."
     if "{}" in checkpoint_name(header, stored):
-        experts = header.settings.get(f"{own}expert_count")
-        if len(shape) != 3 or shape[0] != experts or shape[0] > MOST_EXPERTS:
-            raise refusal(header, f"has {stored} of the shape {shape}; expert_count is {experts!r:.40}, and at most "
-                                  f"{MOST_EXPERTS:,}")
+        experts, used = (header.settings.get(f"{own}{name}") for name in ("expert_count", "expert_used_count"))
+        if len(shape) != 3 or shape[0] != experts or not isinstance(used, int) or not 0 < used <= experts:
+            raise refusal(header, f"has {stored} of the shape {shape}; expert_count is {experts!r:.40}, and must be "
+                                  f"the first size; expert_used_count {used!r:.40}, and must be 1 to that")
     heads = heads_of(header, stored)
     if not isinstance(heads, int) or heads < 0 or (heads and shape[0] % (2 * heads)):
         raise refusal(header, f"has {stored} of the shape {shape} for {heads!r:.40} heads")
@@ -162,6 +163,8 @@ def gguf_config(path: str | Path) -> dict[str, Any]:
         raise refusal(header, f"is of the architecture {header.architecture:.40}; read are {', '.join(ARCHITECTURES)}")
     for name in sorted(places.keys() - {FACTORS}):
         check_place(header, name)
+    if (experts := sum(place.shape[0] for place in places.values() if len(place.shape) == 3)) > MOST_EXPERTS:
+        raise refusal(header, f"has {experts:,} matrices of experts; at most {MOST_EXPERTS:,} are read")
     try:
         check_fields(header.path, fields := fields_of(header, known), OF_CONFIG)
         return fields
@@ -172,8 +175,9 @@ def gguf_config(path: str | Path) -> dict[str, Any]:
 def fields_of(header: GGUFHeader, known: Architecture) -> dict[str, Any]:
     """Return what `gguf_config` returns; whatever a wrong type or a zero raises for settings that no model has."""
     settings, places = header.settings, header.places
-    if settings.get("split.count", 1) > 1:
-        raise refusal(header, f"is one of {settings['split.count']} parts (llama-gguf-split --merge joins them)")
+    parts = settings.get("split.count", 1)
+    if not isinstance(parts, int) or parts > 1:
+        raise refusal(header, f"is one of {parts!r:.40} parts (llama-gguf-split --merge joins them)")
     own = {name.removeprefix(f"{header.architecture}."): value for name, value in settings.items()}
     missing = [name for name in list(FIELDS)[:5] if not isinstance(own.get(name), int)]
     if missing or EMBEDDING not in places:
@@ -196,15 +200,19 @@ def fields_of(header: GGUFHeader, known: Architecture) -> dict[str, Any]:
 def position_fields(header: GGUFHeader, own: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of RoPE, and of the scale of Gemma 3's scores. ValueError for a RoPE that is not read."""
     kind, size = own.get("rope.scaling.type", "none"), fields["head_dim"]
+    turned = own.get("rope.dimension_count", size)
+    if not isinstance(turned, int) or not isinstance(size, int):
+        raise refusal(header, f"has the head size {size!r:.40} and the rope.dimension_count {turned!r:.40}; whole "
+                              "numbers are needed")
     rope = {"rope_theta": own.get("rope.freq_base", 1e4), "rope_type": "default"}
     if kind not in ("none", "linear") or (kind == "linear" and FACTORS in header.places):
-        raise refusal(header, f"scales positions in the way {kind}, which is not read")
+        raise refusal(header, f"scales positions in the way {kind!r:.40}, which is not read")
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": own["rope.scaling.factor"]}
     if FACTORS in header.places:
         rope |= llama3(header, rope["rope_theta"], size)
-    if own.get("rope.dimension_count", size) != size:
-        rope["partial_rotary_factor"] = own["rope.dimension_count"] / size
+    if turned != size:
+        rope["partial_rotary_factor"] = turned / size
     if header.architecture != "gemma3":
         return {"rope_parameters": rope}
     if own["block_count"] == 62:  # 27B, where llama.cpp also scales in this way
@@ -215,10 +223,12 @@ def position_fields(header: GGUFHeader, own: dict[str, Any], fields: dict[str, A
 
 def llama3(header: GGUFHeader, theta: float, head_dim: int) -> dict[str, Any]:
     """Return the settings of Llama 3's RoPE that give the stored factors. ValueError if none do."""
-    if header.places[FACTORS].shape != (head_dim // 2,) or head_dim < 2:
-        raise refusal(header, f"has {FACTORS} of the shape {header.places[FACTORS].shape} for heads of {head_dim}")
+    place = header.places[FACTORS]
+    if place.shape != (head_dim // 2,) or not 2 <= head_dim <= MOST_HEAD or type_of(place.number)[0].name != "F32":
+        raise refusal(header, f"has {FACTORS} of the shape {place.shape} and the type {place.number} for heads of "
+                              f"{head_dim}; numbers in F32, for heads of {MOST_HEAD:,} at most, are read")
     with header.path.open("rb") as file:
-        file.seek(header.places[FACTORS].start)
+        file.seek(place.start)
         factors = struct.unpack(f"<{head_dim // 2}f", file.read(2 * head_dim))
     context, most = 8192, max(factors)  # Llama 3's in pretraining, and the factor of the lowest frequencies
     for number, factor in enumerate(factors):

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lowmem_grpo import FastLanguageModel
+from lowmem_grpo.models import gguf_file
 from lowmem_grpo.models.gguf_file import ARCHITECTURES, gguf_config
 from lowmem_grpo.models.pretrained import read_model
 from lowmem_grpo.models.stored_model import check_stored, find
@@ -168,7 +169,7 @@ def test_llama_3_positions_are_read_from_their_factors_and_others_are_refused(tm
 
 
 @pytest.mark.parametrize(("kind", "extra", "tensor", "words"), [
-    ("llama", {"llama.rope.scaling.type": "yarn"}, None, "in the way yarn"),
+    ("llama", {"llama.rope.scaling.type": "yarn"}, None, "in the way 'yarn'"),
     ("llama", {"split.count": 2}, None, "2 parts"),
     ("llama", {}, "blk.0.ffn_gate_inp.weight", "ffn_gate_inp"),
     ("mamba", {}, None, "architecture mamba; read are llama"),
@@ -181,7 +182,12 @@ def test_llama_3_positions_are_read_from_their_factors_and_others_are_refused(tm
     ("llama", {"llama.attention.head_count_kv": 7}, None, "7 heads"),
     ("llama", {"tokenizer.ggml.bos_token_id": "x"}, None, "bos_token_id is 'x'"),
     ("llama", {"tokenizer.ggml.padding_token_id": [1, 2]}, None, r"padding_token_id is \(1, 2\)"),
-    ("llama", {}, "rope_freqs.weight", r"rope_freqs.weight of the shape \(4, 256\) for heads of 64"),
+    ("llama", {}, "rope_freqs.weight", r"rope_freqs.weight of the shape \(4, 256\) .* for heads of 64"),
+    ("llama", {"llama.rope.scaling.type": "a\nb" * 10**6}, None, r"in the way 'a\\nba"),
+    ("llama", {"llama.rope.dimension_count": "x"}, None, "rope.dimension_count 'x'"),
+    ("qwen3moe", {"qwen3moe.expert_used_count": 5}, None, "expert_used_count 5"),
+    ("qwen3moe", {"qwen3moe.expert_used_count": "two"}, None, "expert_used_count 'two'"),
+    ("llama", {"split.count": [1, 2]}, None, r"\(1, 2\) parts"),
 ])
 def test_what_cannot_be_read_is_refused_by_name(kind: str, extra: Any, tensor: str | None, words: str,
                                                 tmp_path: Path) -> None:
@@ -221,6 +227,16 @@ def test_a_file_without_a_tokenizer_or_with_a_broken_one_is_refused_by_name(
     with pytest.raises(ValueError, match=r"the tokenizer in .*model\.gguf cannot be read") as refused:
         FastLanguageModel.from_pretrained(str(path), max_seq_length=64, load_in_4bit=False)
     assert "\n" not in str(refused.value)
+
+
+def test_more_matrices_of_experts_than_a_model_has_are_refused_before_they_are_listed(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "model.gguf", "qwen3moe")
+    monkeypatch.setattr(gguf_file, "MOST_EXPERTS", 2 * 3 * E - 1)
+    with pytest.raises(ValueError, match=r"model\.gguf has 24 matrices of experts; at most 23"):
+        gguf_config(path)
+    assert gguf_config(file)["num_hidden_layers"] == 2
 
 
 def test_a_type_that_cannot_be_decoded_is_refused_by_name(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def written(folder: Path, *entries: bytes, settings: int | None = None, tensors:
 
 HOSTILE: dict[str, tuple[str, list[bytes], dict[str, Any]]] = {
     "texts": ("elements in arrays", [LLAMA, setting("tokens", ARRAY, array(TEXT, 2**27))], {}),
-    "texts of two arrays": ("elements in arrays", [LLAMA, *(setting(name, ARRAY, array(U8, 2**22 - 1, bytes(2**22 - 1)))
+    "texts of two arrays": ("elements in arrays", [LLAMA, *(setting(name, ARRAY, array(U8, 2**21 - 1, bytes(2**21 - 1)))
                                                             for name in "ab")], {}),
     "numbers": ("elements in arrays", [LLAMA, setting("types", ARRAY, array(U8, 10**8))], {}),
     "arrays of arrays": ("not a whole GGUF file", [LLAMA, setting("types", ARRAY, array(ARRAY, 2**20))], {}),
@@ -69,7 +69,26 @@ HOSTILE: dict[str, tuple[str, list[bytes], dict[str, Any]]] = {
     "no alignment": ("general.alignment is 0", [LLAMA, setting("general.alignment", U32, bytes(4))], {}),
     "an alignment of text": ("general.alignment is '32'", [LLAMA, setting("general.alignment", TEXT, text("32"))], {}),
     "a tensor behind the end": ("ends before the weights of a", [LLAMA, tensor("a", 32, start=2**63)], {"tensors": 1}),
-    "an unknown type of setting": ("not a whole GGUF file", [LLAMA, setting("x", 77)], {}),
+    "an unknown type of setting": ("x cannot be read: it has the type 77", [LLAMA, setting("x", 77)], {}),
+    "an unknown type of array": ("x cannot be read: it has the type 7", [LLAMA, setting("x", ARRAY, array(77, 2))], {}),
+    "an alignment of 3": ("general.alignment is 3;", [LLAMA, setting("general.alignment", U32, b"\3\0\0\0")], {}),
+    "a long alignment": ("general.alignment is 'xxx", [
+        LLAMA, setting("general.alignment", TEXT, text("x" * 10**6))], {}),
+    "bytes that are no text": ("general.name cannot be read: 'utf-8'", [
+        LLAMA, NAME + struct.pack("<Q", 10**6) + b"\xff" * 10**6], {}),
+    "an architecture of two lines": ("general.architecture is 'a\\nb'", [
+        setting("general.architecture", TEXT, text("a\nb"))], {}),
+    "no architecture": ("general.architecture is None", [NAME + text("a")], {}),
+    "a setting of two lines": ("name 'a\\nb'", [LLAMA, setting("a\nb", U32, bytes(4))], {}),
+    "a tensor of two lines": ("name 'a\\nb'", [LLAMA, tensor("a\nb", 32)], {"tensors": 1}),
+    "a text past 64 bits": ("x cannot be read", [LLAMA, setting("x", ARRAY, array(TEXT, 3, text("", 2**64 - 1)))], {}),
+    "no dimensions": ("a cannot be read: it has the shape ()", [LLAMA, tensor("a")], {"tensors": 1}),
+    "no weights": ("a cannot be read: it has the shape (9223372036854775808, 0)", [
+        LLAMA, tensor("a", 0, 2**63)], {"tensors": 1}),
+    "half blocks": ("a has rows of 33 weights, in blocks of 32", [LLAMA, tensor("a", 33, 2, kind=8)], {"tensors": 1}),
+    "one over another": ("the weights of b begin within those of a", [
+        LLAMA, tensor("a", 32), tensor("b", 32, start=96)], {"tensors": 2}),
+    "two at one place": ("begin within those of", [LLAMA, tensor("a", 32), tensor("b", 32)], {"tensors": 2}),
 }
 
 
