@@ -48,7 +48,8 @@ def check_templates(tokenizer: Any, where: str) -> None:
     """Raise ValueError, with where the tokenizer is from, if a chat template of it is none, or takes more time or
     memory for a short conversation than SECONDS and MEMORY, or writes more than LETTERS."""
     held = getattr(tokenizer, "chat_template", None) or {}
-    tokens = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    tokens = {name: token for name, token in getattr(tokenizer, "special_tokens_map", {}).items()
+              if isinstance(token, str)}
     for template in held.values() if isinstance(held, dict) else [held]:
         if why := fault_of(str(template), json.dumps(tokens)):
             raise ValueError(f"the chat template of {where} {why}. Put another in its place (chat_template.jinja, or "
@@ -91,7 +92,7 @@ def fault(template: str, tokens: dict[str, str]) -> str:
         made = language().from_string(template)
         for talk in TALKS:
             try:
-                written = made.render(**tokens, **talk)
+                written = made.render(tokens | talk)
             except MemoryError:
                 raise
             except Exception:  # noqa: BLE001, a template may raise anything

@@ -39,6 +39,10 @@ def test_a_template_that_would_hang_or_fill_the_memory_is_refused(template: str)
     assert HOSTILE[template] in fault_of(template, "{}")
 
 
+def test_tokens_with_the_names_of_a_templates_variables_do_not_end_the_trial() -> None:
+    assert SLOW in fault_of(LOOPS, '{"messages": "a", "tools": "b", "add_generation_prompt": "c"}')
+
+
 def test_templates_of_the_field_are_no_faults() -> None:
     held = sorted((Path(chat_template_utils.__file__).parent / "chat_templates").glob("*.jinja"))
     assert len(held) > 20
